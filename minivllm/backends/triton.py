@@ -50,6 +50,12 @@ class TritonBackend(AttentionBackend):
         self.max_rows = round_up(spec.max_num_seqs, 16)  # captured batches are padded
         self._workspace: DecodeWorkspace | None = None
         self._stream: StreamWorkspace | None = None  # if its kernel can run: for rows that are not fused
+        self._fits_stream = fits_stream(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, torch.device(spec.device),
+            spec.sliding_window, self.max_rows, getattr(torch, spec.dtype), spec.cache_dtype,
+        )  # fmt: skip
+        if self._fits_stream and spec.kv_cache_dtype == "fp8":
+            self.fused_decode_rows = self.few_decode_rows  # the Triton kernel reads float8 at 2.7 TB/s
         self.cascade_limits = self._cascade_limits() if kept and spec.cascade else None
         self._cascade: CascadeWorkspace | None = None
         self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # for this step's cascade: tables and lengths
@@ -88,10 +94,10 @@ class TritonBackend(AttentionBackend):
                 s.sliding_window,
                 max_len=s.max_model_len,
             )
-            shape = (s.num_heads, s.num_kv_heads, s.head_dim)
-            device, dtypes = kv_cache.device, (getattr(torch, s.dtype), kv_cache.dtype)
-            if fits_stream(*shape, s.block_size, device, s.sliding_window, self.max_rows, *dtypes):
-                self._stream = StreamWorkspace(self.max_rows, *shape, device, s.kv_cache_dtype == "fp8")
+            if self._fits_stream:
+                self._stream = StreamWorkspace(
+                    self.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, kv_cache.device, s.kv_cache_dtype == "fp8"
+                )
             if self.cascade_limits is not None:
                 blocks = cdiv(s.max_model_len, s.block_size)
                 self._cascade = CascadeWorkspace(
@@ -120,7 +126,7 @@ class TritonBackend(AttentionBackend):
         """Query tokens per tile of ``prefill``."""
         return self.prefill_config.block_m // self.group
 
-    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
+    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """The query tiles of the step's prompt rows, for ``prefill``."""
         return query_tiles(query_lens, seq_lens, self.tile_tokens)
 
@@ -131,10 +137,10 @@ class TritonBackend(AttentionBackend):
     def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
         """The query tiles; for a captured step, padded with -1."""
         if not captured:
-            return self._query_tiles(query_lens, seq_lens, 0).reshape(-1)
+            return self._query_tiles(query_lens, seq_lens).reshape(-1)
         words = np.full(self._most_words(captured, len(query_lens)), -1, dtype=np.int32)
         if query_lens.any():  # else only the size is asked for, which need not wait for a compiler
-            tiles = self._query_tiles(query_lens, seq_lens, captured)
+            tiles = self._query_tiles(query_lens, seq_lens)
             words[: tiles.size] = tiles.reshape(-1)
         return words
 
@@ -146,10 +152,6 @@ class TritonBackend(AttentionBackend):
         if self._words is None and d < batch.num_seqs:
             words = self.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
             self._words = torch.from_numpy(words).to(batch.seq_lens.device)
-        self._plan_prompts(batch)
-
-    def _plan_prompts(self, batch: AttentionBatch) -> None:
-        """More that ``prefill`` needs."""
 
     def _tiles(self, numbers: int) -> torch.Tensor:
         """The step's tiles, (m, numbers) int32. Raises ValueError if the batch's ``prompt_words`` were not set."""

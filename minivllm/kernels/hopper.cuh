@@ -158,8 +158,9 @@ __device__ __forceinline__ u32 half_pair(float a, float b) {  // in float16
 }
 // Four numbers of e4m3 as two pairs in float16, which has them all.
 __device__ __forceinline__ void halves(u32 four, u32& first, u32& second) {
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((u16)four));
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(first), "=r"(second) : "r"(four));
 }
 
 // Programs exchange numbers through memory. Each word tells whether it is there: ABSENT, a NaN with its sign bit set,

@@ -31,9 +31,9 @@ class Kernel:
     """What a kernel is compiled from: ``macros``, hopper.cuh, generated WGMMA products, the .cuh files named in
     ``headers``, and ``name``.cu; all in this folder or one in it.
 
-    A product is one instruction, 64 x 16 (A) times 16 x N (B) in bfloat16. It is generated for each N
+    A product is one instruction, 64 x 16 (A) times 16 x N (B) of ``operands``, "bf16" or "f16", or 64 x 32 times 32 x N
+    of "e4m3", which only ``columns`` can be. It is generated for each N
     - of ``columns``: ``multiply``, and ``multiply_first``, which overwrites the sums; both in shared memory, K-major;
-      if ``float8``, of e4m3, 64 x 32 times 32 x N;
     - of ``held``: ``multiply_held``; A in registers, B N-major;
     - of ``by``: ``multiply_by``; A in registers, B K-major.
     """
@@ -44,15 +44,15 @@ class Kernel:
     headers: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     by: tuple[int, ...] = ()
-    float8: bool = False
+    operands: str = "bf16"
 
     @property
     def source(self) -> str:
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.headers), f"{self.name}.cu")
         first, *others = (_sources()[file].read_text() for file in files)
-        products = [_multiply(n, self.float8) for n in self.columns]
-        products += [*map(_multiply_held, self.held), *map(_multiply_by, self.by)]
+        ways = (_multiply, self.columns), (_multiply_held, self.held), (_multiply_by, self.by)
+        products = [way(n, self.operands) for way, columns in ways for n in columns]
         return macros + first + "".join(products) + "".join(others)
 
 
@@ -63,8 +63,8 @@ def _sources() -> dict[str, Path]:
     return {file.name: file for ending in ("cu", "cuh") for file in folder.rglob(f"*.{ending}")}
 
 
-def _multiply(n: int, float8: bool) -> str:
-    product, signs = (_product(n, "k32.f32.e4m3.e4m3"), "1, 1") if float8 else (_product(n), "1, 1, 0, 0")
+def _multiply(n: int, operands: str) -> str:
+    product, signs = _product(n, operands), "1, 1" if operands == "e4m3" else "1, 1, 0, 0"
     both = (("multiply", "+", 1), ("multiply_first", "=", 0))
     a, b = (f"%{n // 2 + i}" for i in range(2))
     return "".join(
@@ -74,19 +74,19 @@ def _multiply(n: int, float8: bool) -> str:
     )
 
 
-def _multiply_held(n: int) -> str:
+def _multiply_held(n: int, operands: str) -> str:
     a, b = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}"
     return (
         f"__device__ __forceinline__ void multiply_held(float (&d)[{n // 2}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b)"
-        f' {{\n  asm volatile("{_product(n)}, {{{a}}}, {b}, 1, 1, 1, 1;" : {_sums(n, "+")} :'
+        f' {{\n  asm volatile("{_product(n, operands)}, {{{a}}}, {b}, 1, 1, 1, 1;" : {_sums(n, "+")} :'
         f' "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
     )
 
 
-def _multiply_by(n: int) -> str:
+def _multiply_by(n: int, operands: str) -> str:
     """Adds to the sums, or overwrites them if not ``adds``: setting them to zero first would stall."""
     a, b, adds = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}", f"%{n // 2 + 5}"
-    product = f".reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n)}, {{{a}}}, {b}, p, 1, 1, 0;"
+    product = f".reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n, operands)}, {{{a}}}, {b}, p, 1, 1, 0;"
     return (
         f"__device__ __forceinline__ void multiply_by(float (&d)[{n // 2}], const u32* a, u64 b, int adds) {{\n"
         f'  asm volatile("{{\\n{product}\\n}}" : {_sums(n, "+")} :'
@@ -94,8 +94,9 @@ def _multiply_by(n: int) -> str:
     )
 
 
-def _product(n: int, kind: str = "k16.f32.bf16.bf16") -> str:
-    return f"wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{', '.join(f'%{i}' for i in range(n // 2))}}}"
+def _product(n: int, operands: str) -> str:
+    kind = f"m64n{n}k{32 if operands == 'e4m3' else 16}.f32.{operands}.{operands}"
+    return f"wgmma.mma_async.sync.aligned.{kind} {{{', '.join(f'%{i}' for i in range(n // 2))}}}"
 
 
 def _sums(n: int, sign: str) -> str:

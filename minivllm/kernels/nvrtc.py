@@ -110,6 +110,13 @@ def page_map(pointer: int, pages: int, size: int, width: int, columns: int | Non
 
 
 @lru_cache(maxsize=8192)
+def plain_page_map(pointer: int, pages: int, size: int, width: int) -> TensorMap:
+    """The same for pages of ``size`` lines of ``width`` bytes: 64 of each line, which are not swizzled."""
+    sizes, strides = (32, size, width // 64, pages), (width // 2, 32, size * width // 2)
+    return _encoded(pointer, sizes, strides, (32, size, 1, 1), swizzled=False)
+
+
+@lru_cache(maxsize=8192)
 def head_map(
     pointer: int, tokens: int, heads: int, dim: int, stride: int, box_heads: int, box_tokens: int
 ) -> TensorMap:
@@ -119,10 +126,13 @@ def head_map(
     return _encoded(pointer, (64, heads, tokens, dim // 64), (dim, stride, 64), box)
 
 
-def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+def _encoded(
+    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool = True
+) -> TensorMap:
     """Dimensions from the innermost, which is contiguous, outward; ``strides``: of the others, in elements."""
     from cuda.bindings import driver
 
+    swizzles = driver.CUtensorMapSwizzle
     made = checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -133,7 +143,7 @@ def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box
             [driver.cuuint32_t(size) for size in box],
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # with 256: 4.2, not 4.6 TB/s
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

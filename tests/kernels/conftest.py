@@ -161,7 +161,7 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
     for module in (hopper, chain_linear, megakernel, packed_chain, packed_linear, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
-    for kind in ("tensor_map", "page_map", "head_map"):
+    for kind in ("tensor_map", "page_map", "plain_page_map", "head_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
     monkeypatch.setattr(megakernel, "_map_bytes", lambda made: bytes(128))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
@@ -223,6 +223,9 @@ def emulated(monkeypatch, tmp_path_factory):
     def page_map(pointer, pages, size, width, columns=None):  # Pages of emulator.h
         return tensor_map(pointer, size, width, columns or width)
 
+    def plain_page_map(pointer, pages, size, width):
+        return tensor_map(pointer, size, width // 2, 32, 1)
+
     def tensor_map(*numbers):  # Matrix
         data = struct.pack(f"<{len(numbers)}q", *numbers).ljust(128, b"\0")
         kept = ctypes.create_string_buffer(data, 128 + 64)
@@ -240,6 +243,7 @@ def emulated(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)  # packed in torch
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
     monkeypatch.setattr(nvrtc, "page_map", page_map)
+    monkeypatch.setattr(nvrtc, "plain_page_map", plain_page_map)
     monkeypatch.setattr(nvrtc, "head_map", tensor_map)  # HeadsOfTokens
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     monkeypatch.setattr(nvrtc, "launch", launched)

@@ -65,6 +65,7 @@ struct Product {  // of a warpgroup: this thread's sums, and where the matrices 
   std::vector<const unsigned*> where;  // registers that are read when the product is made
   std::vector<unsigned long long> tiles;
   bool adds, columns = false;  // of registers by a matrix whose lines are columns of the product
+  float (*of)(unsigned);       // what 16 bits mean
 };
 struct Program {
   unsigned char* shared;
@@ -325,12 +326,16 @@ inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, 
   for (unsigned p = 0; p < emulated::CLUSTER; p++)
     if (ranks >> p & 1) emulated::send(to, bar, box(to, map, column, row), of_cluster(p));
 }
-struct Pages { const unsigned char* pointer; long long size, width, columns; };  // what stands in a TensorMap here
+struct Pages { const unsigned char* pointer; long long size, width, columns, plain; };  // what stands in a TensorMap here
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int column, int page) {
   Pages its;
   memcpy(&its, map, sizeof its);
-  if (zero || to % 1024) emulated::fail("a page is brought whole, to where 128 bytes are swizzled");
+  if (zero || to % (its.plain ? 128 : 1024)) emulated::fail("a page is brought whole, to where 128 bytes are swizzled");
   std::vector<unsigned char> bytes(its.size * its.columns * 2);
+  for (int line = 0; its.plain && line < its.size; line++)
+    memcpy(&bytes[line * its.columns * 2], its.pointer + ((page * its.size + line) * its.width + column * its.columns) * 2,
+           its.columns * 2);
+  if (its.plain) return emulated::send(to, bar, std::move(bytes));
   for (int c = 0; c < its.columns / 64; c++)
     for (int line = 0; line < its.size; line++)
       for (int unit = 0; unit < 8; unit++)
@@ -488,7 +493,10 @@ inline float of_f16(unsigned x) {
   return x >> 15 ? -y : y;
 }
 inline void cvt_f16(unsigned& pair, float high, float low) { pair = f16(high) << 16 | f16(low); }
-inline void cvt_f16(unsigned& pair, unsigned short two) { cvt_f16(pair, of_e4m3(two >> 8), of_e4m3(two & 255)); }
+inline void cvt_f16(unsigned& first, unsigned& second, unsigned four) {
+  cvt_f16(first, of_e4m3(four >> 8 & 255), of_e4m3(four & 255));
+  cvt_f16(second, of_e4m3(four >> 24), of_e4m3(four >> 16 & 255));
+}
 inline void cp_async(unsigned to, const void* from) {  // it lands when it is waited for
   emulated::now->later.push_back({to, from});
 }
@@ -504,16 +512,18 @@ inline void mul_rn(unsigned& y, unsigned a, unsigned b) {
 inline void take(emulated::Product& its, float& sum) { its.sums.push_back(&sum); }
 inline void take(emulated::Product& its, unsigned word) { its.held.push_back(word); }
 inline void take(emulated::Product& its, unsigned long long tile) { its.tiles.push_back(tile); }
-template <class... T> void product(bool adds, T&&... operands) {
-  emulated::Product its{{}, {}, {}, {}, adds};
+template <float (*OF)(unsigned), class... T> void product(bool adds, T&&... operands) {
+  emulated::Product its{{}, {}, {}, {}, adds, false, OF};
   (take(its, operands), ...);
   emulated::now->products.back().push_back(std::move(its));
 }
-template <class... T> void wgmma(T&&... operands) { product(true, operands...); }
-template <class... T> void wgmma_first(T&&... operands) { product(false, operands...); }
+template <float (*OF)(unsigned) = of_bf16, class... T> void wgmma(T&&... operands) { product<OF>(true, operands...); }
+template <float (*OF)(unsigned) = of_bf16, class... T> void wgmma_first(T&&... operands) {
+  product<OF>(false, operands...);
+}
 // Of 64 lines in registers, which must stay as they are until the product is waited for.
 template <class... T> void wgmma_by(T&... operands) {
-  emulated::Product its{{}, {}, {}, {}, true, true};
+  emulated::Product its{{}, {}, {}, {}, true, true, of_bf16};
   const auto take = [&](auto& x) {
     typedef std::remove_cvref_t<decltype(x)> X;
     if constexpr (std::is_same_v<X, float>)
@@ -531,11 +541,11 @@ template <class... T> void wgmma_by(T&... operands) {
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulated::now->products.emplace_back(); }
 // Of 64 elements a line, swizzled; leading and stride: from the first to the next 64 elements, and to the next 8 lines.
-inline float element(unsigned long long tile, int line, int i) {
+inline unsigned element(unsigned long long tile, int line, int i) {
   const unsigned leading = (tile >> 16 & 0x3FFF) << 4, stride = (tile >> 32 & 0x3FFF) << 4;
   const unsigned at = ((tile & 0x3FFF) << 4) + line / 8 * stride + line % 8 * 128 + i / 64 * leading + i % 64 * 2;
   if (tile >> 62 != 1) emulated::fail("a tile that is not swizzled in 128 bytes");
-  return of_bf16(*(const unsigned short*)shared(at ^ (at >> 7 & 7) << 4, 2));
+  return *(const unsigned short*)shared(at ^ (at >> 7 & 7) << 4, 2);
 }
 inline void make(const emulated::Product& its) {
   const int lane = emulated::lane(), row = emulated::now->thread.x / 32 % 4 * 16 + lane / 4;
@@ -546,12 +556,13 @@ inline void make(const emulated::Product& its) {
   float a[2][16];
   for (int h = 0; h < 2; h++)
     for (int k = 0; k < 16; k++)
-      a[h][k] = held ? of_bf16(words[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + h] >> k % 2 * 16 & 0xFFFF)
-                     : element(its.tiles[0], row + 8 * h, k);
+      a[h][k] = its.of(held ? words[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + h] >> k % 2 * 16 & 0xFFFF
+                            : element(its.tiles[0], row + 8 * h, k));
   for (size_t i = 0; i < its.sums.size(); i++) {
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     float sum = its.adds ? *its.sums[i] : 0.f;
-    for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * (by_line ? element(b, k, column) : element(b, column, k));
+    for (int k = 0; k < 16; k++)
+      sum += a[i / 2 % 2][k] * its.of(by_line ? element(b, k, column) : element(b, column, k));
     *its.sums[i] = sum;
   }
 }

@@ -108,6 +108,8 @@ def _call(assembly):
     function = "nothing" if not code else next((to for holds, to in _FUNCTIONS.items() if holds in code), None)
     if function is None:
         return f'ptx::unknown("{code}")'
+    if function in ("wgmma", "wgmma_first") and ".f32.f16.f16" in code:
+        function += "<ptx::of_f16>"
     given = [
         re.fullmatch(r'\s*"[^"]*"\s*\((.*)\)\s*', x, re.S)[1] for y in operands[:2] for x in _split(y, ",") if x.strip()
     ]

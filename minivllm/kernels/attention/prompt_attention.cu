@@ -1,19 +1,29 @@
 // Causal attention of prompts, or chunks of them, over a paged cache; see prompt_attention.py.
 //
-// Compiled for one (D, KEYS, GROUPS, STAGES): head dimension, keys per tile, warpgroups of 64 rows, and stages of keys
-// and of values; after hopper.cuh, `multiply_first` and `multiply` of 64 x KEYS and `multiply_held` of 64 x D.
+// Compiled for one (D, KEYS, GROUPS, STAGES, LOADS, WIDENERS): head dimension, keys per tile, warpgroups of 64 rows,
+// stages of keys and of values, parts in which a tile is loaded, and, if the cache is float8 (e4m3), warps that widen
+// keys, and as many for values; after hopper.cuh, `multiply_first` and `multiply` of 64 x KEYS and `multiply_held` of
+// 64 x D, in bfloat16 or, if the cache is float8, in float16.
 // Persistent: a program (thread block) loops over items, longest first. An item's rows are a tile of query tokens times
-// the query heads that share a key head, a token's heads one after another. All warpgroups but the last compute, 64
-// rows each; in the last one warp loads queries and keys, another values, a page at a time (TMA). Key tiles are
-// processed from last to first, so that the masked ones come first. While the tensor cores compute one tile's output,
-// the next tile's scores are exponentiated (FlashAttention-3, Shah et al., 2024), also across items: so queries of two
-// items are in shared memory. Where few queries see many keys, the keys are split into parts, an item each (flash
-// decoding, Dao et al., 2023); the part that finishes last combines them.
+// the query heads that share a key head, a token's heads one after another. GROUPS warpgroups compute, 64 rows each; of
+// the next one a warp loads queries and keys, another values, a page at a time (TMA). Key tiles are processed from last
+// to first, so that the masked ones come first. While the tensor cores compute one tile's output, the next tile's scores
+// are exponentiated (FlashAttention-3, Shah et al., 2024), also across items: so queries of two items are in shared
+// memory. Where few queries see many keys, the keys are split into parts, an item each (flash decoding, Dao et al.,
+// 2023); the part that finishes last combines them.
+//
+// Pages of a float8 cache come to a place of their own, from where the widening warps write them into tiles of float16,
+// which has all numbers of e4m3. The warps that compute turn queries and weights into float16, too.
 
 constexpr int ROWS = 64 * GROUPS, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items whose queries are loaded; items announced
 constexpr int HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
+constexpr bool FLOAT8 = WIDENERS > 0;
+constexpr int LOADERS = WIDENERS > 1 ? 2 : 1;   // warpgroups that load and widen
+constexpr int FILLERS = FLOAT8 ? WIDENERS : 1;  // warps that fill a tile
 constexpr int HALF_QUERIES = ROWS * LINE, HALF_KEYS = KEYS * LINE;  // 64 dimensions of all rows
 constexpr int QUERY_BYTES = HALVES * HALF_QUERIES, TILE_BYTES = HALVES * HALF_KEYS;
+constexpr int LOAD_KEYS = KEYS / LOADS, LOAD_LINE = FLOAT8 ? 64 : LINE;  // 64 dimensions of a key
+constexpr int LOAD_BYTES = HALVES * LOAD_KEYS * LOAD_LINE, LOAD_STAGES = FLOAT8 ? LOADS : STAGES;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 
 struct Step {  // of the batch; strides in elements
@@ -61,10 +71,10 @@ __device__ __forceinline__ u32 one_more(u32* count) {
   return before;
 }
 
-struct Turn {  // position in a ring buffer of stages
+template <int NUMBER = STAGES> struct Turn {  // position in a ring buffer of stages
   int stage = 0, round = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, round ^= 1;
+    if (++stage == NUMBER) stage = 0, round ^= 1;
   }
 };
 
@@ -102,7 +112,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
                                            u32 full, u32 empty, u32 query_tile, u32 query_full, u32 query_empty,
                                            Item* given) {
   const int lane = threadIdx.x % 32, page = lane % PAGES, half = lane / PAGES % HALVES;
-  Turn turn;
+  Turn<LOAD_STAGES> turn;
   Item item;
   int round = 0;
   asm volatile("griddepcontrol.wait;" ::: "memory");  // before this nothing may be read, and nobody computes
@@ -133,18 +143,67 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
     };
     if (!item.tiles) look_ahead();
 #pragma unroll 1
-    for (int tile = item.first + item.tiles - 1; tile >= item.first; tile--, turn.next()) {
-      const u32 bar = full + 8 * turn.stage;
-      barrier_wait(empty + 8 * turn.stage, turn.round ^ 1);
-      if (lane == 0) barrier_expect(bar, TILE_BYTES);
-      __syncwarp();
-      if (lane < PAGES * HALVES)
-        load_page(tiles + turn.stage * TILE_BYTES + half * HALF_KEYS + page * PAGE * LINE, &map,
-                  item.head * HALVES + half, block, bar);
+    for (int tile = item.first + item.tiles - 1; tile >= item.first; tile--) {
+#pragma unroll
+      for (int part = 0; part < LOADS; part++, turn.next()) {
+        const u32 bar = full + 8 * turn.stage;
+        barrier_wait(empty + 8 * turn.stage, turn.round ^ 1);
+        if (lane == 0) barrier_expect(bar, LOAD_BYTES);
+        __syncwarp();
+        if (lane < PAGES * HALVES && page / (PAGES / LOADS) == part)
+          load_page(tiles + turn.stage * LOAD_BYTES + (half * LOAD_KEYS + page % (PAGES / LOADS) * PAGE) * LOAD_LINE,
+                    &map, item.head * HALVES + half, block, bar);
+      }
       block = item.block(step, tile - 1, page);
       if (tile == item.first + item.tiles - 1) look_ahead();
     }
     item = next, block = next_block;
+  }
+}
+
+// Widens its ``share`` of all key tiles, or all value tiles, of this program's items.
+__device__ __forceinline__ void widen_tiles(const Step& step, u32 loads, u32 loads_full, u32 loads_empty, u32 tiles,
+                                            u32 full, u32 empty, int share) {
+  constexpr int AHEAD = 4, LINES = 8;  // reads under way; lines of one, of 64 bytes
+  const int lane = threadIdx.x % 32, line = lane / 4;
+  const u32 eight = line * LINE + (lane % 4 * 2 ^ line) * 16;  // this lane's first, swizzled; its second one is beside
+  Turn<> turn;
+  Turn<LOAD_STAGES> of_loads;
+  Item item;
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 1
+  for (int round = 0;; round++) {
+    item.take(step, number_of(round));
+    if (item.row < 0) return;
+#pragma unroll 1
+    for (int left = item.tiles; left > 0; left--, turn.next()) {
+      barrier_wait(empty + 8 * turn.stage, turn.round ^ 1);
+#pragma unroll 1
+      for (int part = 0; part < LOADS; part++, of_loads.next()) {
+        barrier_wait(loads_full + 8 * of_loads.stage, of_loads.round);
+        const u32 from = loads + of_loads.stage * LOAD_BYTES + lane * 16;
+        const u32 to = tiles + turn.stage * TILE_BYTES + part * LOAD_KEYS * LINE + eight;
+#pragma unroll 1
+        for (int first = share * AHEAD * LINES; first < HALVES * LOAD_KEYS; first += WIDENERS * AHEAD * LINES) {
+          uint4 x[AHEAD];
+#pragma unroll
+          for (int i = 0; i < AHEAD; i++) x[i] = read16(from + (first + i * LINES) * LOAD_LINE);
+          const u32 there = to + first / LOAD_KEYS * HALF_KEYS + first % LOAD_KEYS * LINE;
+#pragma unroll
+          for (int i = 0; i < AHEAD; i++) {
+            uint4 a, b;
+            halves(x[i].x, a.x, a.y), halves(x[i].y, a.z, a.w), halves(x[i].z, b.x, b.y), halves(x[i].w, b.z, b.w);
+            write16(there + i * LINES * LINE, a);
+            write16((there ^ 16) + i * LINES * LINE, b);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) here_arrive(loads_empty + 8 * of_loads.stage);
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) here_arrive(full + 8 * turn.stage);
+    }
   }
 }
 
@@ -190,7 +249,17 @@ __device__ __forceinline__ void hide(float (&s)[KEYS / 2], int first, const int 
 // Packs weights as wgmma's A operand: of each 16 keys, this thread's of both rows.
 __device__ __forceinline__ void hold(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
 #pragma unroll
-  for (int i = 0; i < KEYS / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < KEYS / 4; i++) p[i] = FLOAT8 ? half_pair(s[2 * i], s[2 * i + 1]) : pack(s[2 * i], s[2 * i + 1]);
+}
+
+// Turns 64 lines of bfloat16 into float16, in place, by a warpgroup.
+__device__ __forceinline__ void to_halves(u32 lines, int of_group) {
+  const auto turned = [](u32 pair) { return half_pair(low(pair), high(pair)); };
+#pragma unroll 2
+  for (int i = of_group; i < 64 * LINE / 16; i += 128) {
+    const uint4 x = read16(lines + i * 16);
+    write16(lines + i * 16, make_uint4(turned(x.x), turned(x.y), turned(x.z), turned(x.w)));
+  }
 }
 
 __device__ __forceinline__ void score(float (&s)[KEYS / 2], u32 queries, u32 keys) {
@@ -237,11 +306,11 @@ __device__ __forceinline__ void next_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(1 + GROUPS + (group + 1) % GROUPS), "r"(256) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + LOADERS), 1)
 prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                  const __grid_constant__ TensorMap values, u16* out, const __grid_constant__ Step step) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * AT_ONCE + 4 * STAGES];
+  __shared__ u64 barriers[2 * AT_ONCE + 4 * STAGES + (FLOAT8 ? 4 * LOAD_STAGES : 0)];
   __shared__ Item given[KNOWN];
   __shared__ u32 came[GROUPS];
   const u32 query_tile = (shared_address(memory) + 1023) & ~1023u, key_tiles = query_tile + AT_ONCE * QUERY_BYTES;
@@ -249,26 +318,42 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
   const u32 query_full = shared_address(barriers), query_empty = query_full + 8 * AT_ONCE;
   const u32 keys_full = query_empty + 8 * AT_ONCE, keys_empty = keys_full + 8 * STAGES;
   const u32 values_full = keys_empty + 8 * STAGES, values_empty = values_full + 8 * STAGES;
+  const u32 key_loads = value_tiles + STAGES * TILE_BYTES, value_loads = key_loads + LOAD_STAGES * LOAD_BYTES;
+  const u32 key_loads_full = values_empty + 8 * STAGES, key_loads_empty = key_loads_full + 8 * LOAD_STAGES;
+  const u32 value_loads_full = key_loads_empty + 8 * LOAD_STAGES;
+  const u32 value_loads_empty = value_loads_full + 8 * LOAD_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < AT_ONCE; i++) barrier_init(query_full + 8 * i, 1), barrier_init(query_empty + 8 * i, GROUPS);
     for (int s = 0; s < STAGES; s++) {
-      barrier_init(keys_full + 8 * s, 1), barrier_init(keys_empty + 8 * s, GROUPS);
-      barrier_init(values_full + 8 * s, 1), barrier_init(values_empty + 8 * s, GROUPS);
+      barrier_init(keys_full + 8 * s, FILLERS), barrier_init(keys_empty + 8 * s, GROUPS);
+      barrier_init(values_full + 8 * s, FILLERS), barrier_init(values_empty + 8 * s, GROUPS);
+    }
+    for (int s = 0; FLOAT8 && s < LOAD_STAGES; s++) {
+      barrier_init(key_loads_full + 8 * s, 1), barrier_init(key_loads_empty + 8 * s, WIDENERS);
+      barrier_init(value_loads_full + 8 * s, 1), barrier_init(value_loads_empty + 8 * s, WIDENERS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
 
-  if (threadIdx.x / 128 == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
-    const int warp = threadIdx.x / 32 % 4;
+  if (threadIdx.x / 128 >= GROUPS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADERS == 2 ? 48 : GROUPS == 2 ? 40 : 32));
+    const int warp = threadIdx.x / 32 - 4 * GROUPS, widener = warp - 2 * WIDENERS;  // the last: of keys, of values
     if (warp == 0)
-      load_pages<true>(keys, queries, step, key_tiles, keys_full, keys_empty, query_tile, query_full, query_empty, given);
+      load_pages<true>(keys, queries, step, FLOAT8 ? key_loads : key_tiles, FLOAT8 ? key_loads_full : keys_full,
+                       FLOAT8 ? key_loads_empty : keys_empty, query_tile, query_full, query_empty, given);
     else if (warp == 1)
-      load_pages<false>(values, queries, step, value_tiles, values_full, values_empty, 0, 0, 0, given);
+      load_pages<false>(values, queries, step, FLOAT8 ? value_loads : value_tiles,
+                        FLOAT8 ? value_loads_full : values_full, FLOAT8 ? value_loads_empty : values_empty, 0, 0, 0,
+                        given);
+    else if (widener >= 0 && widener < WIDENERS)
+      widen_tiles(step, key_loads, key_loads_full, key_loads_empty, key_tiles, keys_full, keys_empty, widener);
+    else if (FLOAT8 && widener >= 0)
+      widen_tiles(step, value_loads, value_loads_full, value_loads_empty, value_tiles, values_full, values_empty,
+                  widener - WIDENERS);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LOADERS == 2 ? 208 : GROUPS == 2 ? 232 : 160));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform in the warp, and the compiler must know: else
   const int of_group = threadIdx.x % 128;                    // it computes descriptors per lane, which delays products
   const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row in an item
@@ -279,9 +364,16 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
   };
   int items = 0;  // done
   const auto item = [&](int items) -> const Item& { return given[items % KNOWN]; };
-  const auto wait_for_item = [&] { barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1); };
+  const auto wait_for_item = [&] {
+    barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1);
+    if (!FLOAT8 || !item(items).tiles) return;
+    for (int h = 0; h < HALVES; h++)
+      to_halves(query_tile + items % AT_ONCE * QUERY_BYTES + h * HALF_QUERIES + group * 64 * LINE, of_group);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet(1 + group, 128);
+  };
   const auto leave_queries = [&] { leave(query_empty + 8 * (items % AT_ONCE)); };
-  Turn of_keys, of_values;
+  Turn<> of_keys, of_values;
   float o[D / 2], s[KEYS / 2];
   u32 p[KEYS / 4];
   // Starts scoring the next key tile.

@@ -6,7 +6,7 @@ keys: scores and outputs by wgmma; queries, keys and values by TMA, a page of th
 tile overlap the product of the previous one, and those of one warpgroup the products of the others: FlashAttention-3
 (Shah et al., 2024, https://arxiv.org/abs/2407.08608). One program per SM works through its share of the query tiles,
 longest first, and begins each while the previous one ends. If few queries see many keys, the keys are split into parts
-(``key_parts``), as in flash decoding.
+(``key_parts``), as in flash decoding. A float8 cache is read as such, and multiplied in float16, which has its numbers.
 """
 
 import ctypes
@@ -27,13 +27,17 @@ from minivllm.rounding import cdiv
 HEAD_DIMS, PAGE = (64, 128), 16
 _KEYS, _GROUPS = 128, {64: 3, 128: 2}  # keys per tile; warpgroups of 64 rows, by head dimension: limited by registers
 _QUERIES, _STAGES = 2, 2  # tiles of queries, and of keys and values, in shared memory
+# Of a float8 cache, by head dimension: parts in which a tile is loaded; warps that widen keys, and as many values.
+_LOADS, _WIDENERS = {64: 2, 128: 4}, {64: 1, 128: 2}
 _EVEN, _LEAST = 1.25, 8  # a part's most key tiles: a program's share of all times this, and at least this
 
 
 @cache
-def _kernel(head_dim: int) -> Kernel:
+def _kernel(head_dim: int, float8: bool) -> Kernel:
     macros = {"D": head_dim, "KEYS": _KEYS, "GROUPS": _GROUPS[head_dim], "STAGES": _STAGES}
-    return Kernel("prompt_attention", (_KEYS,), tuple(macros.items()), held=(head_dim,))
+    macros |= {"LOADS": _LOADS[head_dim], "WIDENERS": _WIDENERS[head_dim]} if float8 else {"LOADS": 1, "WIDENERS": 0}
+    operands = "f16" if float8 else "bf16"
+    return Kernel("prompt_attention", (_KEYS,), tuple(macros.items()), held=(head_dim,), operands=operands)
 
 
 class _Step(ctypes.Structure):
@@ -50,15 +54,18 @@ class _Step(ctypes.Structure):
 
 
 @cache
-def _shape(head_dim: int, programs: int, pdl: bool) -> nvrtc.LaunchShape:
+def _shape(head_dim: int, float8: bool, programs: int, pdl: bool) -> nvrtc.LaunchShape:
     groups = _GROUPS[head_dim]
     size = (_QUERIES * 64 * groups + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
-    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), 128 * (groups + 1), size, pdl)
+    if float8:
+        size += 2 * _KEYS * head_dim  # a tile of keys and one of values, as they come
+    threads = 128 * (groups + (2 if float8 and _WIDENERS[head_dim] > 1 else 1))
+    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), threads, size, pdl)
 
 
-def loads_prompt_attention(head_dim: int, device: torch.device) -> bool:
+def loads_prompt_attention(head_dim: int, float8: bool, device: torch.device) -> bool:
     """Whether the kernel compiles here; if not, a warning has given the reason."""
-    return loads(_kernel(head_dim), device)
+    return loads(_kernel(head_dim, float8), device)
 
 
 class PromptWorkspace:
@@ -108,13 +115,14 @@ def prompt_attention(
     first_row: int = 0,
 ) -> None:
     """As ``paged_prefill_triton``, for bfloat16. ``tiles``: the workspace's ``key_parts``; rows after one of -1 are not
-    read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
+    read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous, of bfloat16 or float8_e4m3fn."""
+    (tokens, heads, dim), (blocks, size, kv_heads), float8 = q.shape, k_cache.shape[:3], k_cache.itemsize == 1
+    kernel = _kernel(dim, float8)
     if compiling():
-        compile_ahead(_kernel(q.shape[2]))
+        compile_ahead(kernel)
         return
     if not len(tiles):
         return
-    (tokens, heads, dim), (blocks, size, kv_heads) = q.shape, k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
     assert out.stride(2) == 1 and out.stride(1) == dim and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) % 8 or q.data_ptr() % 16:  # TMA's alignment
@@ -122,10 +130,11 @@ def prompt_attention(
     group, each = heads // kv_heads, workspace.tile_tokens
     programs = min(workspace.programs, len(tiles) * kv_heads)
     maps = [nvrtc.head_map(q.data_ptr(), tokens, heads, dim, q.stride(0), group, each)]
-    maps += [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim, 64) for cache in (k_cache, v_cache)]
+    both, page = (k_cache.data_ptr(), v_cache.data_ptr()), (blocks, size, kv_heads * dim)
+    maps += [nvrtc.plain_page_map(at, *page) if float8 else nvrtc.page_map(at, *page, 64) for at in both]
     step = _Step(
         tiles.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
         out.stride(0), len(tiles), first_row, kv_heads, group, workspace.left.data_ptr(), workspace.came.data_ptr(),
         each, scale * LOG2E,
     )  # fmt: skip
-    launch_kernel(load(_kernel(dim), q.device), _shape(dim, programs, use_pdl(q.device)), maps, [out], step)
+    launch_kernel(load(kernel, q.device), _shape(dim, float8, programs, use_pdl(q.device)), maps, [out], step)

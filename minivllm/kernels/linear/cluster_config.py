@@ -61,7 +61,7 @@ def tile_kernel(tile: Tile) -> Kernel:
     macros = {"GROUPS": tile.groups, "COLUMNS": tile.columns, "ROWS_FIRST": int(tile.rows_first),
               "MIN_PROGRAMS": tile.programs, "GATED": int(tile.gated), "HEAD": tile.head_dim,
               "FLOAT8": int(tile.float8)}  # fmt: skip
-    return Kernel("cluster_linear", (tile.columns,), tuple(macros.items()), float8=tile.float8)
+    return Kernel("cluster_linear", (tile.columns,), tuple(macros.items()), operands="e4m3" if tile.float8 else "bf16")
 
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)

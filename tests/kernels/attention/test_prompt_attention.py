@@ -13,12 +13,16 @@ from minivllm.kernels.attention import prompt_attention as module
 from minivllm.kernels.attention.paged_prefill import paged_attention_reference, query_tiles
 from minivllm.kernels.attention.prompt_attention import HEAD_DIMS, PromptWorkspace, prompt_attention
 
+FLOAT8 = pytest.mark.parametrize("float8", [False, True], ids=["bf16", "fp8"])
 
-def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
+
+def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, float8=False):
     """Arguments but for ``out``, the workspace the last of them: in ``tiles`` stand ``no_more`` that are none, as in a
     captured step."""
     device, dtype = where
     k, v, tables, lens = paged_world(where, seq_lens, heads, kv_heads, dim, 16)
+    if float8:
+        k, v = (cache.to(torch.float8_e4m3fn) for cache in (k, v))
     q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
     start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device)
     workspace = PromptWorkspace(heads, kv_heads, dim, torch.device(device))
@@ -34,15 +38,17 @@ def tiles_of(workspace, query_lens, seq_lens):
 # --------------------------------------------------------------------------- without a GPU
 
 
+@FLOAT8
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_it_compiles_and_reads_shared_memory_in_time(dim, compiled, reads_in_time):
-    cubin = nvrtc.compile_cubin(module._kernel(dim).source)
+def test_it_compiles_and_reads_shared_memory_in_time(dim, float8, compiled, reads_in_time):
+    cubin = nvrtc.compile_cubin(module._kernel(dim, float8).source)
     assert b"prompt_attention" in cubin
     reads_in_time(cubin)
 
 
+@FLOAT8
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_a_product_does_not_wait_for_its_descriptors(dim, compiled, disassembled):
+def test_a_product_does_not_wait_for_its_descriptors(dim, float8, compiled, disassembled):
     """Where the compiler does not see that all lanes agree, it moves them to uniform registers before each product, ten
     instructions instead of three, and a tile takes up to a quarter longer."""
 
@@ -55,7 +61,7 @@ def test_a_product_does_not_wait_for_its_descriptors(dim, compiled, disassembled
         gaps = sorted(after - one for one, after in itertools.pairwise(products))
         return gaps[len(gaps) // 2], sum("STL" in line for line in lines[products[0] : products[-1]])
 
-    source = module._kernel(dim).source
+    source = module._kernel(dim, float8).source
     gap, spilled = between_products(source)
     assert gap < 5 and spilled == 0
     planted = source.replace("__shfl_sync(~0u, threadIdx.x / 128, 0)", "threadIdx.x / 128")
@@ -72,7 +78,7 @@ def test_the_driver_is_told_the_launch(queries, programs, told):
     ((config, kernel, (*maps, to, step)),) = told.seen
     assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 512, 1)
     assert config.sharedMemBytes >= (2 * 192 + 4 * 128) * 64 * 2 + 1024
-    assert kernel is module._kernel(64) and maps == [5, 5, 5] and to == out.data_ptr()
+    assert kernel is module._kernel(64, False) and maps == [5, 5, 5] and to == out.data_ptr()
     assert told.maps == [
         (q.data_ptr(), len(q), 4, 64, 256, 2, 96),
         (k.data_ptr(), len(k), 16, 128, 64),
@@ -84,6 +90,16 @@ def test_the_driver_is_told_the_launch(queries, programs, told):
     assert (step.count, step.first_row, step.heads, step.group, step.each) == (len(tiles), first, 2, 2, 96)
     assert (step.left, step.came) == (workspace.left.data_ptr(), workspace.came.data_ptr())
     assert step.scale == pytest.approx(scale * module.LOG2E)
+
+
+def test_float8_pages_are_read_as_they_are_by_more_warps(told):
+    world = step_of(("cpu", torch.bfloat16), [40], [47], 4, 2, 128, float8=True)
+    q, k, v, *rest, workspace = world
+    prompt_attention(q, k, v, *rest, torch.empty_like(q), workspace)
+    ((config, kernel, _),) = told.seen
+    assert config.blockDimX == 128 * 4 and kernel is module._kernel(128, True)
+    assert config.sharedMemBytes >= (2 * 128 + 4 * 128) * 128 * 2 + 2 * 128 * 128 + 1024
+    assert told.maps[1:] == [(cache.data_ptr(), len(k), 16, 256) for cache in (k, v)]
 
 
 def test_queries_that_tma_cannot_read_are_copied_and_none_are_no_launch(told):
@@ -133,9 +149,10 @@ STEPS = {  # query and key lengths, heads, key heads, head size
 }
 
 
+@FLOAT8
 @pytest.mark.parametrize("step", STEPS)
-def test_it_attends_as_the_reference_does_wherever_it_runs(step, emulated, close):
-    check(close, *STEPS[step], no_more=2, device="cpu")
+def test_it_attends_as_the_reference_does_wherever_it_runs(step, float8, emulated, close):
+    check(close, *STEPS[step], no_more=2, device="cpu", float8=float8)
 
 
 IN_PARTS = {
@@ -153,6 +170,26 @@ def test_parts_of_keys_are_added_up_by_whoever_is_the_last(step, emulated, close
     with pytest.raises(AssertionError):
         for emulated.seed in range(8):
             check(close, *IN_PARTS[step], no_more=2, device="cpu")
+
+
+FLOAT8_MISTAKES = {
+    "tiles written while they are read": [
+        ("      barrier_wait(empty + 8 * turn.stage, turn.round ^ 1);\n#pragma unroll 1\n", "#pragma unroll 1\n")
+    ],
+    "pages read before they are there": [
+        ("        barrier_wait(loads_full + 8 * of_loads.stage, of_loads.round);\n", "")
+    ],
+    "queries left in bfloat16": [("    if (!FLOAT8 || !item(items).tiles) return;\n", "    return;\n")],
+}
+
+
+@pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
+def test_the_emulator_notices_mistakes_in_widening(mistake, emulated, close):
+    emulated.changes = FLOAT8_MISTAKES[mistake]
+    with pytest.raises((AssertionError, RuntimeError)):
+        for emulated.seed in range(8):
+            for step in ("padding", "long", "many items"):
+                check(close, *STEPS[step], no_more=2, device="cpu", float8=True)
 
 
 _GIVEN_UP = "    leave(keys_empty + 8 * of_keys.stage);\n"
@@ -182,8 +219,8 @@ def test_the_emulator_notices(mistake, emulated, close):
 # --------------------------------------------------------------------------- on Hopper
 
 
-def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, device="cuda"):
-    step = step_of((device, torch.bfloat16), query_lens, seq_lens, heads, kv_heads, dim, no_more)
+def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, device="cuda", float8=False):
+    step = step_of((device, torch.bfloat16), query_lens, seq_lens, heads, kv_heads, dim, no_more, float8)
     *step, workspace = step
     q, k, v, tables, start, lens, _, scale = step
     workspace.left.fill_(float("nan"))
@@ -194,6 +231,7 @@ def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, device="
 
 
 @pytest.mark.gpu
+@FLOAT8
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens"),
@@ -213,18 +251,20 @@ def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, device="
         ([100, 7, 900], [3000, 20_000, 900]),
     ],
 )
-def test_it_agrees_with_float32(dim, query_lens, seq_lens, gpu, close):
+def test_it_agrees_with_float32(dim, query_lens, seq_lens, float8, gpu, close):
     for heads, kv_heads in ((2, 2), (4, 2), (10, 2)):
-        check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=3)
+        check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=3, float8=float8)
 
 
 @pytest.mark.gpu
+@FLOAT8
 @pytest.mark.parametrize("seed", range(12))
-def test_random_steps_agree_with_float32(seed, gpu, close):
+def test_random_steps_agree_with_float32(seed, float8, gpu, close):
     rng = np.random.default_rng(seed)
     query_lens = rng.integers(1, 400, rng.integers(1, 9)).tolist()
     seq_lens = [n + int(rng.integers(0, 2000)) * int(rng.integers(0, 2)) for n in query_lens]
-    check(close, query_lens, seq_lens, 8, [1, 2, 4, 8][seed % 4], HEAD_DIMS[seed % 2], no_more=seed % 3)
+    kv_heads, dim = [1, 2, 4, 8][seed % 4], HEAD_DIMS[seed % 2]
+    check(close, query_lens, seq_lens, 8, kv_heads, dim, no_more=seed % 3, float8=float8)
 
 
 @pytest.mark.gpu
