@@ -38,13 +38,14 @@ _NOTHING = (0, b"")  # size, slots
 _KEEPS_LOGITS = 32  # rows, at most: for 152,000 tokens in bfloat16 10 MB, 26 MB with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 _ALIKE = 0.25  # same, between two sizes whose kernels sum in different orders; wrong states differ by 1 or more
-_KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 264)  # rows: sizes known to use different kernels
+_KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 272)  # rows: sizes known to use different kernels
 
 
 def graph_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then multiples of 8 up to the first that is at least ``most``."""
-    top = round_up(most, 8)
-    return [n for n in (1, 2, 4) if n < most or n == 1] + list(range(8, top + 1, 8))
+    """1, 2, 4, multiples of 8, from 256 on of 16, up to the first that is at least ``most``."""
+    top = round_up(most, 8 if most <= 256 else 16)
+    few = [n for n in (1, 2, 4) if n < most or n == 1]
+    return [*few, *range(8, min(top, 256) + 1, 8), *range(272, top + 1, 16)]
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:

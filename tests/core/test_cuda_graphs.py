@@ -259,6 +259,11 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     assert graphs.landing.replays == int(graphs.landing.steps)
 
 
+def test_larger_steps_are_further_apart() -> None:
+    assert graph_sizes(512)[-17:] == list(range(256, 513, 16)) and len(graph_sizes(512)) == 51
+    assert (graph_sizes(1), graph_sizes(9), graph_sizes(257)[-2:]) == ([1, 8], [1, 2, 4, 8, 16], [256, 272])
+
+
 def test_shared_prefixes_take_few_graphs() -> None:
     assert cascade_sizes(graph_sizes(256)) == [16, 32, 64, 128, 192, 256]
     assert cascade_sizes(graph_sizes(100)) == [16, 32, 64, 104]
