@@ -171,8 +171,8 @@ class EngineSchema:
     )
     max_cudagraph_capture_size: int | None = key(
         None,
-        "sequences in the largest decode step with a CUDA graph, rounded up to a multiple of 8, beyond 256 of 16; null: "
-        "max_num_seqs",
+        "sequences in the largest decode step with a CUDA graph, rounded up to a multiple of 8, beyond 256 of 16; "
+        "null: max_num_seqs",
         ge=1,
     )
     load_format: LoadFormat = key(LoadFormat.auto, "dummy: seeded random weights, made from the shape alone")

@@ -37,7 +37,9 @@ Result = TypeVar("Result")
 _NOTHING = (0, b"")  # size, slots
 _KEEPS_LOGITS = 32  # rows, at most: for 152,000 tokens in bfloat16 10 MB, 26 MB with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
-_ALIKE = 0.25  # same, between two sizes whose kernels sum in different orders; wrong states differ by 1 or more
+# The same between two sizes whose kernels sum in different orders: 0.05 in bfloat16, up to 0.4 where float8 rounds what
+# they sum, through 40 layers; wrong states differ by 1 or more.
+_ALIKE = 0.6
 _KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 272)  # rows: sizes known to use different kernels
 
 

@@ -106,7 +106,7 @@ def test_a_size_that_is_far_from_the_next_is_compared_with_itself(
 
     def rounds(self: DecodeGraphs, size: int) -> Kept:
         kept = step(self, size)
-        return kept._replace(hidden=kept.hidden * 1.5) if size == 40 else kept
+        return kept._replace(hidden=kept.hidden * 3) if size == 40 else kept
 
     monkeypatch.setattr(DecodeGraphs, "_step", rounds)
     graphs = DecodeGraphs(runner, 41)
