@@ -73,20 +73,20 @@ class EngineClient(ABC):
 
     async def reload_weights(self, weights_path: str | None = None, *, abort: bool = False) -> None:
         """Replace the weights of the running engine as ``LLMEngine.reload_weights`` does, between two steps: once the
-        requests that run are done, or, with ``abort``, all that came before have ended with Interrupted, unless the
-        folder is refused at once. Those that come meanwhile wait, and are answered with the new weights. It cannot be
-        cancelled.
+        requests that run are done, or, with ``abort``, all that came before have ended with Interrupted. Those that
+        come meanwhile wait, and are answered with the new weights. It cannot be cancelled.
 
         Raises:
-            RequestError, CheckpointError: nothing was written; the engine runs on as it was.
+            RequestError, CheckpointError: nothing was written; the engine runs on as it was. A folder is refused at
+                once, before any request waits or ends.
             EngineDeadError: the engine is dead, by this or before.
         """
         await self._reload(weights_path, abort=abort)
 
     async def _reload(self, path: Any, iterator: Any = None, *, abort: bool) -> None:
+        if iterator is None:
+            await self._ask(path, only_checks=True)
         if abort:
-            if iterator is None:
-                await self._ask(path, only_checks=True)  # nobody is aborted for a folder that is refused
             self.check()
             self._interrupt_all()
         await self._ask(path, iterator)

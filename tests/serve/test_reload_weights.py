@@ -127,12 +127,15 @@ def test_what_cannot_be_loaded_changes_nothing(
     reloading.settled()
 
 
-def test_nobody_is_aborted_for_a_folder_that_is_refused(
+def test_nobody_waits_or_is_aborted_for_a_folder_that_is_refused(
     reloading: Running, new: Path, tmp_path: Path, answers: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Asked(reloading, COMPLETIONS, **LONG)
     until(lambda: reloading.engine_loop.num_running == 1)
-    told(reloading.post(RELOAD, weights_path=str(tmp_path / "no"), abort=True), 400, "does not exist", "weights_path")
+    for abort in (True, False):
+        reply = reloading.post(RELOAD, weights_path=str(tmp_path / "no"), abort=abort)
+        told(reply, 400, "does not exist", "weights_path")
+    assert runs.is_alive() and reloading.engine_loop.num_running == 1
     reload = Asked(reloading, RELOAD, weights_path=str(new))
     until(lambda: bool(reloading.engine_loop._reloads))
     comes = Asked(reloading, COMPLETIONS, **SHORT)
