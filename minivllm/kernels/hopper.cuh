@@ -151,9 +151,9 @@ __device__ __forceinline__ u32 float8_pair(float a, float b) {
 __device__ __forceinline__ u32 float8_four(u32 pair, u32 other) {  // from bfloat16
   return float8_pair(low(pair), high(pair)) | float8_pair(low(other), high(other)) << 16;
 }
-__device__ __forceinline__ u32 half_pair(float a, float b) {  // in float16
+__device__ __forceinline__ u32 half_pair(float a, float b) {  // in float16, at most 65,504
   u32 pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
   return pair;
 }
 // Four numbers of e4m3 as two pairs in float16, which has them all.

@@ -492,7 +492,8 @@ inline float of_f16(unsigned x) {
                   : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
   return x >> 15 ? -y : y;
 }
-inline void cvt_f16(unsigned& pair, float high, float low) { pair = f16(high) << 16 | f16(low); }
+inline unsigned finite_f16(float x) { return f16(std::clamp(x, -65504.f, 65504.f)); }
+inline void cvt_f16(unsigned& pair, float high, float low) { pair = finite_f16(high) << 16 | finite_f16(low); }
 inline void cvt_f16(unsigned& first, unsigned& second, unsigned four) {
   cvt_f16(first, of_e4m3(four >> 8 & 255), of_e4m3(four & 255));
   cvt_f16(second, of_e4m3(four >> 24), of_e4m3(four >> 16 & 255));

@@ -155,6 +155,15 @@ def test_it_attends_as_the_reference_does_wherever_it_runs(step, float8, emulate
     check(close, *STEPS[step], no_more=2, device="cpu", float8=float8)
 
 
+def test_queries_too_large_for_float16_are_the_largest_there_is(emulated, close):
+    q, *step = step_of(("cpu", torch.bfloat16), *STEPS["a chunk and a short prompt"], float8=True)
+    out, expected = (torch.full_like(q, float("nan")) for _ in range(2))
+    q[::3] *= 1e9
+    prompt_attention(q, *step[:-1], out, step[-1])
+    prompt_attention(q.clamp(-65024, 65024), *step[:-1], expected, step[-1])
+    close(out, expected.float())
+
+
 IN_PARTS = {
     "three parts": ([20], [700], 2, 1, 128),
     "of two items, and one that is whole": ([20, 128, 3], [900, 128, 513], 5, 1, 64),
