@@ -573,6 +573,7 @@ class LLMEngine:
         self._under_way.clear()
         self._requests.clear()
         self._touched.clear()
+        self._unreturned.clear()
         self._by_sequence.clear()
         self._unscored.clear()
         self._guided.clear()

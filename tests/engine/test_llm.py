@@ -989,7 +989,7 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(engine: Engine, monke
 def test_ctrl_c_in_the_step_that_ends_a_request_loses_no_output(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of who goes on, or aborts it: then it is gone."""
+    """Of who goes on; not of who aborts it, or ends the engine."""
     llm = engine(**SMALL)
     commit = llm.engine.scheduler.commit
 
@@ -997,18 +997,24 @@ def test_ctrl_c_in_the_step_that_ends_a_request_loses_no_output(
         os.kill(os.getpid(), signal.SIGINT)
         return commit(*args)
 
-    for aborts in (False, True):
+    def end_in_a_struck_step() -> None:
         llm.engine.add_request("a", [1, 2, 3], GREEDY.clone(max_tokens=1))
         monkeypatch.setattr(llm.engine.scheduler, "commit", struck)
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
         monkeypatch.undo()
         assert llm.engine.has_unfinished_requests()
+
+    for aborts in (False, True):
+        end_in_a_struck_step()
         if aborts:
             llm.engine.abort("a")
         assert [output.finished for output in llm.engine.step()] == [True] * (not aborts)
         drain(llm)
     usable(llm)
+    end_in_a_struck_step()
+    llm.shutdown()
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_an_observer_that_aborts_leaves_ctrl_c_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
