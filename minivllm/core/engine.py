@@ -304,7 +304,8 @@ class LLMEngine:
             self._launch()
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        self._unreturned += self._take_in(committed, result.logprobs, sequences)
+        ended = self._take_in(committed, result.logprobs, sequences)
+        self._unreturned += self._outputs(ended)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -379,8 +380,9 @@ class LLMEngine:
 
     def _take_in(
         self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
-    ) -> list[RequestOutput]:
-        """``sequences``: by slot, when the step was committed."""
+    ) -> dict[str, Request]:
+        """Give the step's tokens to their requests; returns those that ended, which the engine forgets. ``sequences``:
+        by slot, when the step was committed."""
         self.stats.output_tokens += len(committed.slots)
         self.stats.drafts += len(committed.drafts)
         for drafted, accepted in committed.drafts:
@@ -403,17 +405,22 @@ class LLMEngine:
             if request in self._unscored:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
-        telling, self._touched, hold = self._touched, {}, self._may_hold()
+        return ended
+
+    def _outputs(self, ended: dict[str, Request]) -> list[RequestOutput]:
+        """Of the requests with new output, except those that want only the last one; some stay in ``_touched``, to be
+        returned by a later step."""
+        touched, self._touched, hold = self._touched, {}, self._may_hold()
         if hold or self._unscored:  # a completion may be ahead of the one that computes the prompt
             self._touched = {
                 name: request
-                for name, request in telling.items()
+                for name, request in touched.items()
                 if name not in ended and ((hold and request.had_output) or request in self._unscored)
             }
-            telling = {name: request for name, request in telling.items() if name not in self._touched}
+            touched = {name: request for name, request in touched.items() if name not in self._touched}
         return [
             request.output()
-            for name, request in telling.items()
+            for name, request in touched.items()
             if name in ended or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 
@@ -432,7 +439,6 @@ class LLMEngine:
         returns the requests of these."""
         stopped: dict[str, Request] = {}
         over: set[int] = set()  # slots that have got a stop string: tokens of the same step behind it do not count
-        finished = {seq.request_id for seq, _ in committed.finished}
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
         if logprobs is not None:
             of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
@@ -456,7 +462,7 @@ class LLMEngine:
             stopped_here = completion.add(token)
             if stopped_here:
                 over.add(slot)
-            if seq.request_id in finished:
+            if slot in ended:
                 continue
             if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
                 self.scheduler.finish(seq)
