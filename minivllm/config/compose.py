@@ -134,7 +134,7 @@ def compose_engine_config(
     last = _overrides(overrides)
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
-    asked = {**model_keys(os.fspath(model), registry)}
+    asked = model_keys(os.fspath(model), registry)
     device, dtype = (value if value is not None else "auto" for value in (device, dtype))
     dtype = str(dtype).removeprefix("torch.")
     for key, value, default in (

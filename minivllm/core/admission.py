@@ -178,8 +178,8 @@ class Admission:
             )
 
     def _check_for_sampler(self, params: SamplingParams) -> None:
-        named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids}
-        for name, tokens in named.items():
+        for name in ("logit_bias", "allowed_token_ids"):
+            tokens = getattr(params, name)
             if tokens and not self.sampler_class.takes_biases:
                 raise RequestError(f"sampler={self.config.sampler.name} does not support {name}; leave it out")
             self._check_vocabulary(name, tokens or ())

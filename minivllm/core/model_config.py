@@ -208,18 +208,18 @@ class ModelConfig:
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(hf.get(key, False), bool | None):
                 raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")
-        heads = int(hf["num_attention_heads"])
+        heads = hf["num_attention_heads"]
         return cls(
-            architecture=hf["architectures"][0],
-            vocab_size=int(hf["vocab_size"]),
-            hidden_size=int(hf["hidden_size"]),
-            intermediate_size=int(hf["intermediate_size"]),
-            num_layers=int(hf["num_hidden_layers"]),
+            architecture=named[0],
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rms_norm_eps=float(1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"]),
-            max_position=int(hf.get("max_position_embeddings") or 2048),
+            max_position=hf.get("max_position_embeddings") or 2048,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),

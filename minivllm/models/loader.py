@@ -51,11 +51,9 @@ def iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         except (SafetensorError, OSError) as error:
             with file.open("rb") as head:
                 pointer = b"git-lfs" in head.read(64)
-            why = (
-                "is a Git LFS pointer; run `git lfs pull` in its folder"
-                if pointer
-                else (f"is damaged or truncated ({error}); fetch the file again")
-            )
+            why = f"is damaged or truncated ({error}); fetch the file again"
+            if pointer:
+                why = "is a Git LFS pointer; run `git lfs pull` in its folder"
             raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
 
 
