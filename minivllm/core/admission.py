@@ -145,6 +145,12 @@ class Admission:
             raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
         if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+        tokens = self._checked(ids)
+        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
+
+    def _checked(self, ids: list[Any] | tuple[Any, ...] | np.ndarray) -> np.ndarray:
+        """Token ids as an array (t,) of any integer type. Raises RequestError if there are none, or for any that is
+        outside the vocabulary."""
         try:
             tokens = _array_of(ids) if len(ids) else np.empty(0, dtype=np.int64)
         except ValueError:  # lists of different lengths
@@ -161,7 +167,7 @@ class Admission:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at index {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
+        return tokens
 
     def _check_for_scheduler(self, params: SamplingParams, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, Integral):
