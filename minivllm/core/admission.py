@@ -146,7 +146,8 @@ class Admission:
         if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
         tokens = self._checked(ids)
-        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
+        usual = isinstance(ids, list) and set(map(type, ids)) == {int}  # then the caller's numbers serve for both
+        return text, list(ids) if usual else tokens.tolist(), tokens
 
     def _checked(self, ids: list[Any] | tuple[Any, ...] | np.ndarray) -> np.ndarray:
         """Token ids as an array (t,) of any integer type. Raises RequestError if there are none, or for any that is

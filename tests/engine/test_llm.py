@@ -164,6 +164,13 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
 
 
+def test_an_output_has_the_prompts_ids_as_pythons_numbers(engine: Engine) -> None:
+    """So that they can be written as JSON, whatever came with them."""
+    llm = engine(**SMALL)
+    for ids in ([1, *np.array([2, 3])], [1, 2, *torch.tensor([3]).numpy()], [np.int32(1), 2, 3], np.array([1, 2, 3])):
+        assert json.dumps(run(llm, [ids], GREEDY.clone(max_tokens=1))[0].prompt_token_ids) == "[1, 2, 3]"
+
+
 def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -> None:
     llm = engine(**SMALL)
     tokenizer = llm.get_tokenizer()
