@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # vLLM's arguments of ``add_request`` that are not supported and must be None.
 _NEUTRAL = dict.fromkeys(("arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"))
-_PATIENCE = 10.0  # seconds that a scheduler may have work without scheduling a step
+_PATIENCE = 10.0  # seconds that a scheduler may have requests without scheduling a step
 
 
 @dataclass(slots=True)
@@ -314,14 +314,15 @@ class LLMEngine:
         self.stats.host_time += time.perf_counter() - began - (done - waited)
 
     def _check_progress(self, now: float) -> None:
-        """Raise MinivllmError if the scheduler has work but schedules nothing for too long with no step in flight."""
-        if not self.scheduler.has_work:
+        """Raise MinivllmError if the scheduler has requests, or has lost some, and schedules nothing for too long with
+        no step in flight."""
+        if not self._by_sequence and not self.scheduler.has_work:
             self._stuck_since = None
             return
         self._stuck_since = now if self._stuck_since is None else self._stuck_since
         if now - self._stuck_since > _PATIENCE:
             raise MinivllmError(
-                f"scheduler={self.config.scheduler.name} has work, no step is under way, and for {_PATIENCE:g} s "
+                f"scheduler={self.config.scheduler.name} has requests, no step is under way, and for {_PATIENCE:g} s "
                 "schedule() has given none"
             )
 

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import threading
+import time
 from array import array
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
@@ -1370,8 +1371,20 @@ def test_a_scheduler_that_gives_no_step_is_told(engine: Engine, monkeypatch: pyt
     llm = engine(**SMALL)
     monkeypatch.setattr("minivllm.core.engine._PATIENCE", 0.05)
     monkeypatch.setattr(llm.engine.scheduler, "schedule", lambda: None)
-    with pytest.raises(MinivllmError, match="scheduler=mixed has work, no step is under way"):
+    with pytest.raises(MinivllmError, match="scheduler=mixed has requests, no step is under way"):
         run(llm, [[1]])
+
+
+def test_a_scheduler_that_loses_a_request_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than waited for for ever."""
+    llm = engine(**SMALL)
+    monkeypatch.setattr("minivllm.core.engine._PATIENCE", 0.05)
+    monkeypatch.setattr(llm.engine.scheduler, "add", lambda seq: None)
+    llm.engine.add_request("a", [1])
+    assert llm.engine.step() == []
+    time.sleep(0.1)
+    with pytest.raises(MinivllmError, match="scheduler=mixed has requests, no step is under way"):
+        llm.engine.step()
 
 
 def test_a_step_runs_on_its_own_gpu_whatever_the_thread_that_asks_uses(
