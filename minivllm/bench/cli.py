@@ -93,7 +93,7 @@ def _measured(composed: Composed, options: BenchOptions, files: _Files, started:
     elif options.workload.host:
         held = _host(composed.engine, options, record, composed.overrides)
     else:
-        _requests(composed.engine, options, record, files, started)
+        _engine(composed.engine, options, record, files, started)
         held = True
     if files.output is not None:
         append(files.output, record)
@@ -112,12 +112,13 @@ def _check_read(overrides: Sequence[str], read: tuple[str, ...], why: str) -> No
 # --------------------------------------------------------------------------- with a model
 
 
-def _requests(
+def _engine(
     config: EngineConfig, options: BenchOptions, record: dict[str, Any], files: _Files, started: float | None
 ) -> None:
+    """Measure an engine of this configuration: how long it takes to be ready, then the workload."""
     clock = time.perf_counter()
     from minivllm.assemble import find_model, model_length
-    from minivllm.bench.measure import Bench, step_quantiles, summarize
+    from minivllm.bench.measure import Bench
     from minivllm.bench.workloads import check_fits, make_requests
     from minivllm.core.engine import LLMEngine
 
@@ -143,17 +144,7 @@ def _requests(
         compiled_from = without_bytecode("torch")
         record["torch_bytecode"] = compiled_from is None
         bench = Bench(engine, requests, options.workload, detokenize=options.detokenize)
-        _say("warming up")
-        bench.warm_up()
-        runs = []
-        for number in range(options.repeat):
-            _say(f"run {number + 1} of {options.repeat}")
-            runs.append(bench.run())
-        record |= summarize(runs)
-        record["requests"] = len(requests)
-        record["step_ms_quantiles"] = step_quantiles(bench.step_ms)
-        record |= peak_memory(record["device"])
-        show_runs(record)
+        _runs(bench, options.repeat, record)
         if compiled_from is not None:
             print(
                 "Each start compiles torch anew, for seconds: Python has no bytecode of it. To keep it, once: "
@@ -168,6 +159,23 @@ def _requests(
             show_profile(profiled)
         if files.trace or files.timeline:
             _record_steps(bench, record, files)
+
+
+def _runs(bench: Bench, repeat: int, record: dict[str, Any]) -> None:
+    """Run the workload ``repeat`` times and show the figures."""
+    from minivllm.bench.measure import step_quantiles, summarize
+
+    _say("warming up")
+    bench.warm_up()
+    runs = []
+    for number in range(repeat):
+        _say(f"run {number + 1} of {repeat}")
+        runs.append(bench.run())
+    record |= summarize(runs)
+    record["requests"] = len(bench.requests)
+    record["step_ms_quantiles"] = step_quantiles(bench.step_ms)
+    record |= peak_memory(record["device"])
+    show_runs(record)
 
 
 def _profiles(options: BenchOptions, record: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ Clock values are ``time.perf_counter``'s.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,33 +17,37 @@ if TYPE_CHECKING:
 
 
 class FirstTokens:
-    """``at[request_id]``: when its first token arrived. Cheap enough for measured runs: a decode step costs one
-    comparison."""
+    """``at[request_id]``: when its first token arrived. Cheap enough for measured runs: a decode step costs two
+    comparisons."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.at: dict[str, float] = {}
         self._scheduler = scheduler
+        self._names: dict[int, dict[int, str]] = {}  # by step, ``prompt_rows`` of those under way
 
     def scheduled(self, batch: Batch, began: float) -> None:
-        pass
+        if batch.num_decodes < len(batch.slots):  # the others have their first token
+            self._names[batch.step] = prompt_rows(self._scheduler, batch)
 
     def launched(self, batch: Batch) -> None:
         pass
 
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
-        if batch.num_decodes < len(batch.slots):  # the others have their first token
-            for name in prompt_rows(self._scheduler, batch, committed):
+        if batch.num_decodes < len(batch.slots):
+            for name in after_prompts(self._names.pop(batch.step), batch, committed):
                 self.at.setdefault(name, done)
 
 
-def prompt_rows(scheduler: Scheduler, batch: Batch, committed: Committed) -> Iterator[str]:
-    """The sequences that got a token from a row that computed their prompt (or computed it again)."""
-    ended = {seq.slot: seq for seq, _ in committed.finished}
-    of_prompts = committed.rows >= batch.num_decodes
-    for slot in committed.slots[of_prompts].tolist():
-        seq = ended.get(slot) or scheduler.sequences[slot]
-        if seq is not None:
-            yield seq.request_id
+def prompt_rows(scheduler: Scheduler, batch: Batch) -> dict[int, str]:
+    """The sequences of which a batch that was just scheduled computes the prompt (or computes it again), by slot. When
+    its tokens come, others may have their slots."""
+    slots = batch.slots[batch.num_decodes :].tolist()
+    return {slot: seq.request_id for slot in slots if (seq := scheduler.sequences[slot]) is not None}
+
+
+def after_prompts(names: Mapping[int, str], batch: Batch, committed: Committed) -> list[str]:
+    """Those of ``prompt_rows`` that got a token."""
+    return [names[slot] for slot in committed.slots[committed.rows >= batch.num_decodes].tolist()]
 
 
 @dataclass(slots=True)
@@ -82,6 +86,7 @@ class StepRecorder:
         self.num_blocks = engine.num_blocks
         self._engine, self._scheduler = engine, engine.scheduler
         self._launching: dict[int, Step] = {}
+        self._names: dict[int, dict[int, str]] = {}  # by step, ``prompt_rows`` of those under way
         self._seen: set[str] = set()
         self._events: list[tuple[Any, Any]] = []
         self._zero = self._cuda_event()
@@ -132,7 +137,7 @@ class StepRecorder:
             chunks=[name for name, _ in prompts],
         )
         self.steps.append(step)
-        self._launching[batch.step] = step
+        self._launching[batch.step], self._names[batch.step] = step, prompt_rows(self._scheduler, batch)
         if self._zero:
             self._events.append((self._cuda_event(), None))
         step.planned = time.perf_counter()
@@ -145,7 +150,7 @@ class StepRecorder:
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
         step = self._launching.pop(batch.step)
         step.done = done
-        for name in prompt_rows(self._scheduler, batch, committed):
+        for name in after_prompts(self._names.pop(batch.step), batch, committed):
             if name not in self._seen:
                 self._seen.add(name)
                 step.first.append(name)

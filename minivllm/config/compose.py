@@ -134,7 +134,7 @@ def compose_engine_config(
     last = _overrides(overrides)
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
-    asked = {**model_keys(os.fspath(model), registry)}
+    asked = model_keys(os.fspath(model), registry)
     device, dtype = (value if value is not None else "auto" for value in (device, dtype))
     dtype = str(dtype).removeprefix("torch.")
     for key, value, default in (
@@ -145,6 +145,14 @@ def compose_engine_config(
     ):
         if value != default:
             asked[key] = value
+    _add_keywords(asked, kwargs)
+    typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
+    return compose([*typed, *last], registry, mode="").engine
+
+
+def _add_keywords(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Add to ``asked``, values by key, what ``vllm.LLM``'s keywords ask for. Raises ConfigError for an unknown one, or
+    one that contradicts what is asked already."""
     if isinstance(kwargs.get("speculative_config"), Mapping):
         asked |= speculative_keys(kwargs.pop("speculative_config"))
     for name, value in kwargs.items():
@@ -158,8 +166,6 @@ def compose_engine_config(
         if asked.get(target, value) != value:
             raise ConfigError(f"{name}={value!r} contradicts {target}={asked[target]!r}; leave one out")
         asked[target] = value
-    typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
-    return compose([*typed, *last], registry, mode="").engine
 
 
 def _overrides(given: Any) -> list[str]:

@@ -145,6 +145,13 @@ class Admission:
             raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
         if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+        tokens = self._checked(ids)
+        usual = isinstance(ids, list) and set(map(type, ids)) == {int}  # then the caller's numbers serve for both
+        return text, list(ids) if usual else tokens.tolist(), tokens
+
+    def _checked(self, ids: list[Any] | tuple[Any, ...] | np.ndarray) -> np.ndarray:
+        """Token ids as an array (t,) of any integer type. Raises RequestError if there are none, or for any that is
+        outside the vocabulary."""
         try:
             tokens = _array_of(ids) if len(ids) else np.empty(0, dtype=np.int64)
         except ValueError:  # lists of different lengths
@@ -161,7 +168,7 @@ class Admission:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at index {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
+        return tokens
 
     def _check_for_scheduler(self, params: SamplingParams, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, Integral):
@@ -178,8 +185,8 @@ class Admission:
             )
 
     def _check_for_sampler(self, params: SamplingParams) -> None:
-        named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids}
-        for name, tokens in named.items():
+        for name in ("logit_bias", "allowed_token_ids"):
+            tokens = getattr(params, name)
             if tokens and not self.sampler_class.takes_biases:
                 raise RequestError(f"sampler={self.config.sampler.name} does not support {name}; leave it out")
             self._check_vocabulary(name, tokens or ())

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # vLLM's arguments of ``add_request`` that are not supported and must be None.
 _NEUTRAL = dict.fromkeys(("arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"))
-_PATIENCE = 10.0  # seconds that a scheduler may have work without scheduling a step
+_PATIENCE = 10.0  # seconds that a scheduler may have requests without scheduling a step
 
 
 @dataclass(slots=True)
@@ -304,7 +304,8 @@ class LLMEngine:
             self._launch()
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        self._unreturned += self._take_in(committed, result.logprobs, sequences)
+        ended = self._take_in(committed, result.logprobs, sequences)
+        self._unreturned += self._outputs(ended)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -313,14 +314,15 @@ class LLMEngine:
         self.stats.host_time += time.perf_counter() - began - (done - waited)
 
     def _check_progress(self, now: float) -> None:
-        """Raise MinivllmError if the scheduler has work but schedules nothing for too long with no step in flight."""
-        if not self.scheduler.has_work:
+        """Raise MinivllmError if the scheduler has requests, or has lost some, and schedules nothing for too long with
+        no step in flight."""
+        if not self._by_sequence and not self.scheduler.has_work:
             self._stuck_since = None
             return
         self._stuck_since = now if self._stuck_since is None else self._stuck_since
         if now - self._stuck_since > _PATIENCE:
             raise MinivllmError(
-                f"scheduler={self.config.scheduler.name} has work, no step is under way, and for {_PATIENCE:g} s "
+                f"scheduler={self.config.scheduler.name} has requests, no step is under way, and for {_PATIENCE:g} s "
                 "schedule() has given none"
             )
 
@@ -379,8 +381,9 @@ class LLMEngine:
 
     def _take_in(
         self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
-    ) -> list[RequestOutput]:
-        """``sequences``: by slot, when the step was committed."""
+    ) -> dict[str, Request]:
+        """Give the step's tokens to their requests; returns those that ended, which the engine forgets. ``sequences``:
+        by slot, when the step was committed."""
         self.stats.output_tokens += len(committed.slots)
         self.stats.drafts += len(committed.drafts)
         for drafted, accepted in committed.drafts:
@@ -403,17 +406,22 @@ class LLMEngine:
             if request in self._unscored:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
-        telling, self._touched, hold = self._touched, {}, self._may_hold()
+        return ended
+
+    def _outputs(self, ended: dict[str, Request]) -> list[RequestOutput]:
+        """Of the requests with new output, except those that want only the last one; some stay in ``_touched``, to be
+        returned by a later step."""
+        touched, self._touched, hold = self._touched, {}, self._may_hold()
         if hold or self._unscored:  # a completion may be ahead of the one that computes the prompt
             self._touched = {
                 name: request
-                for name, request in telling.items()
+                for name, request in touched.items()
                 if name not in ended and ((hold and request.had_output) or request in self._unscored)
             }
-            telling = {name: request for name, request in telling.items() if name not in self._touched}
+            touched = {name: request for name, request in touched.items() if name not in self._touched}
         return [
             request.output()
-            for name, request in telling.items()
+            for name, request in touched.items()
             if name in ended or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 
@@ -432,7 +440,6 @@ class LLMEngine:
         returns the requests of these."""
         stopped: dict[str, Request] = {}
         over: set[int] = set()  # slots that have got a stop string: tokens of the same step behind it do not count
-        finished = {seq.request_id for seq, _ in committed.finished}
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
         if logprobs is not None:
             of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
@@ -456,7 +463,7 @@ class LLMEngine:
             stopped_here = completion.add(token)
             if stopped_here:
                 over.add(slot)
-            if seq.request_id in finished:
+            if slot in ended:
                 continue
             if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
                 self.scheduler.finish(seq)
@@ -573,6 +580,7 @@ class LLMEngine:
         self._under_way.clear()
         self._requests.clear()
         self._touched.clear()
+        self._unreturned.clear()
         self._by_sequence.clear()
         self._unscored.clear()
         self._guided.clear()

@@ -532,7 +532,8 @@ class StepObserver(Protocol):
         ...
 
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
-        """The tokens of ``batch`` arrived at ``done`` and are committed; finished sequences have left the scheduler."""
+        """The tokens of ``batch`` arrived at ``done`` and are committed; finished sequences have left the scheduler,
+        and a step scheduled since may have started others in their slots."""
         ...
 
 

@@ -24,6 +24,8 @@ _OTHER_NAMES = {  # usual key -> the keys that some architectures use instead
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"  # of ``layer_types``
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # one layer in this many attends to the whole context
+_NEEDED_SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+_SIZES = *_NEEDED_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
@@ -185,51 +187,48 @@ class ModelConfig:
             CheckpointError: a key that every decoder needs is missing or invalid; the message has it and ``where``.
         """
         hf = _by_usual_names(hf)
-        missing = [
-            k
-            for k in ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                      "num_attention_heads")
-            if hf.get(k) is None
-        ]  # fmt: skip
-        if missing:
-            raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
-        named = hf["architectures"]
-        if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
-            raise CheckpointError(f"{where}: architectures={named} is not a list of at least one name")
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            size = hf.get(key)
-            if size is not None and (type(size) is not int or size < 1):
-                raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
-        if hf["num_hidden_layers"] > _MOST_LAYERS:  # all are created before the first weight is read
-            raise CheckpointError(f"{where}: num_hidden_layers={hf['num_hidden_layers']} is more than {_MOST_LAYERS:,}")
-        rope = _rope_parameters(hf, where)
-        _check_numbers({"rms_norm_eps": hf.get("rms_norm_eps")}, where)
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            if not isinstance(hf.get(key, False), bool | None):
-                raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")
-        heads = int(hf["num_attention_heads"])
+        _check_keys(hf, where)
+        heads = hf["num_attention_heads"]
         return cls(
             architecture=hf["architectures"][0],
-            vocab_size=int(hf["vocab_size"]),
-            hidden_size=int(hf["hidden_size"]),
-            intermediate_size=int(hf["intermediate_size"]),
-            num_layers=int(hf["num_hidden_layers"]),
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=int(hf.get("num_key_value_heads") or heads),
-            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            num_kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rms_norm_eps=float(1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"]),
-            max_position=int(hf.get("max_position_embeddings") or 2048),
+            max_position=hf.get("max_position_embeddings") or 2048,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             hidden_act=str(hf.get("hidden_act", "silu")),
-            rope_parameters=rope,
+            rope_parameters=_rope_parameters(hf, where),
             eos_token_ids=end_tokens(hf, where),
             bos_token_id=hf.get("bos_token_id"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             hf_config=frozen(hf),
         )
+
+
+def _check_keys(hf: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError for a key that is missing, or is not the list, number or switch that it should be."""
+    if missing := [key for key in ("architectures", *_NEEDED_SIZES) if hf.get(key) is None]:
+        raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
+    named = hf["architectures"]
+    if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
+        raise CheckpointError(f"{where}: architectures={named} is not a list of at least one name")
+    for key in _SIZES:
+        size = hf.get(key)
+        if size is not None and (type(size) is not int or size < 1):
+            raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
+    if hf["num_hidden_layers"] > _MOST_LAYERS:  # all are created before the first weight is read
+        raise CheckpointError(f"{where}: num_hidden_layers={hf['num_hidden_layers']} is more than {_MOST_LAYERS:,}")
+    _check_numbers({"rms_norm_eps": hf.get("rms_norm_eps")}, where)
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        if not isinstance(hf.get(key, False), bool | None):
+            raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")
 
 
 def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:

@@ -162,16 +162,11 @@ class ModelRunner:
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> StepHandle:
+        """Launch the layers and what follows them one after another; each may have a graph of its own."""
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_INTS
-        rows = batch.joined() if batch.num_tokens <= PICKED_FROM and batch.scored is None else batch
-        # Graphs may keep only the hidden states of rows' last tokens: not enough to score prompts, nor, if a draft is
-        # joined to its sequence's row, to verify it.
-        graphs = self.prompt_graphs if batch.scored is None else None
-        key = graphs.key_for(rows) if graphs is not None else None
-        if graphs is not None and key is not None and rows is not batch and graphs.picks(key):
-            rows, key = batch, graphs.key_for(batch)
-        drafts = rows is not batch
+        rows, key = self._for_layers(batch)
+        drafts, graphs = rows is not batch, self.prompt_graphs
         ends_of_all = batch.ends(self.num_slots).reshape(-1) if drafts else NO_INTS
         if graphs is not None and key is not None:
             given = graphs.input_of(key, rows)
@@ -186,6 +181,21 @@ class ModelRunner:
             return self.sample_when_guided(batch, end)
         scores = self._scores.launch(batch, batch.scored, hidden)
         return ScoredStep(self.sample_when_guided(batch, end), scores)
+
+    def _for_layers(self, batch: Batch) -> tuple[Batch, tuple[int, str] | None]:
+        """The step as its layers compute it, with drafts joined to their sequences' rows if it has few tokens, and the
+        key of the layers' graph; None: they run eagerly."""
+        # A graph may keep only the hidden states of rows' last tokens: not enough to score prompts, nor, if a draft is
+        # joined to its sequence's row, to verify it.
+        if batch.scored is not None:
+            return batch, None
+        rows = batch.joined() if batch.num_tokens <= PICKED_FROM else batch
+        if (graphs := self.prompt_graphs) is None:
+            return rows, None
+        key = graphs.key_for(rows)
+        if rows is not batch and key is not None and graphs.picks(key):
+            return batch, graphs.key_for(batch)
+        return rows, key
 
     def _end_step(
         self, batch: Batch, sampled: np.ndarray, some: torch.Tensor, hidden: torch.Tensor, ends: torch.Tensor

@@ -167,9 +167,9 @@ class Request:
     def add_prompt_logprobs(self, place: int, values: list[tuple[float, int, list[int], list[float]]]) -> None:
         """Add those of the prompt's tokens from ``place`` on; ones that were added before are skipped."""
         assert self.prompt_logprobs is not None
-        new, count, texts = len(self.prompt_logprobs), self.params.prompt_logprobs or 0, self.completions[0].texts
+        count, texts = self.params.prompt_logprobs or 0, self.completions[0].texts
         for at, found in enumerate(values, place):
-            if new <= at == len(self.prompt_logprobs):
+            if at == len(self.prompt_logprobs):
                 self.prompt_logprobs.append(_entry(texts, count, self.prompt_token_ids[at], *found))
 
     @property

@@ -167,6 +167,13 @@ class SamplingParams:
 
     def verify(self) -> None:
         """Raise RequestError for the first invalid value."""
+        self._check_numbers()
+        self._check_token_ids()
+        self._check_texts()
+        self._check_together()
+        self._check_kinds()
+
+    def _check_numbers(self) -> None:
         _integer("n", self.n, 1)
         if self.n > MAX_N:
             raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request; make several")
@@ -191,6 +198,8 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63))
             if self.seed >= 2**64:
                 raise RequestError(f"seed={shown(self.seed)} is more than {2**64 - 1}, the largest seed")
+
+    def _check_token_ids(self) -> None:
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
@@ -200,6 +209,8 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias: {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
+
+    def _check_texts(self) -> None:
         if self.stop and not all(isinstance(text, str) and text for text in self.stop):
             raise RequestError(f"stop={shown(self.stop)}: each is text of at least one character")
         if self.bad_words and not all(isinstance(word, str) and word.strip() for word in self.bad_words):
@@ -211,6 +222,9 @@ class SamplingParams:
                         f"{name}: {shown(text)} contains {half}, half of a character, which no answer contains; leave "
                         "it out"
                     )
+
+    def _check_together(self) -> None:
+        """Values that contradict each other."""
         guide = "bad_words" if self.structured_outputs is None else "structured_outputs"
         if self.guided and self.allowed_token_ids:  # together they may leave no token at all
             said = f"allowed_token_ids={shown(self.allowed_token_ids)} is not supported with {guide}"
@@ -219,6 +233,9 @@ class SamplingParams:
             raise RequestError(f"min_tokens={self.min_tokens} is not supported with structured_outputs; leave it out")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
+
+    def _check_kinds(self) -> None:
+        """What is neither a number nor text, and what is not supported."""
         for name in _SWITCHES:
             if not _is_switch(getattr(self, name)):
                 raise RequestError(f"{name}={shown(getattr(self, name))} is neither True nor False")

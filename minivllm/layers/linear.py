@@ -9,8 +9,8 @@ then reads x itself, and the kernel that consumes its output divides by rms(x) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -58,17 +58,25 @@ class ReplicatedLinear(LinearBase):
         self.bias = sharded_parameter(shape[:1], {None: Piece(shape[:1])}) if bias else None
 
 
+class _Rows(NamedTuple):
+    """This rank's rows of a checkpoint's tensor."""
+
+    whole: int  # the tensor's number of rows
+    start: int
+    size: int
+
+
 class _StackedLinear(LinearBase):
-    """Checkpoint tensors stacked along the output. A part is (shard id, total rows, this rank's start, its rows)."""
+    """Checkpoint tensors stacked along the output."""
 
     _bias_comes_behind: ClassVar[bool] = False  # whether the consumer of ``unscaled`` adds the bias
 
-    def __init__(self, in_features: int, parts: Sequence[tuple[ShardId, int, int, int]], bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Mapping[ShardId, _Rows], bias: bool) -> None:
         super().__init__()
         weight: dict[ShardId, Piece] = {}
         biases: dict[ShardId, Piece] = {}
         offset = 0
-        for shard_id, whole, start, size in parts:
+        for shard_id, (whole, start, size) in parts.items():
             weight[shard_id] = Piece((whole, in_features), 0, start, size, offset)
             biases[shard_id] = Piece((whole,), 0, start, size, offset)
             offset += size
@@ -128,7 +136,7 @@ class ColumnParallelLinear(_StackedLinear):
         self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False, what: str = "output size"
     ) -> None:
         size = split(what, out_features, tp)
-        super().__init__(in_features, [(None, out_features, tp.rank * size, size)], bias)
+        super().__init__(in_features, {None: _Rows(out_features, tp.rank * size, size)}, bias)
 
 
 class MergedColumnParallelLinear(_StackedLinear):
@@ -144,8 +152,8 @@ class MergedColumnParallelLinear(_StackedLinear):
         what: str = "output size",
     ) -> None:
         sizes = [split(what, out, tp) for out in outs]
-        parts = [(i, out, tp.rank * size, size) for i, (out, size) in enumerate(zip(outs, sizes, strict=True))]
-        super().__init__(in_features, parts, bias)
+        rows = (_Rows(out, tp.rank * size, size) for out, size in zip(outs, sizes, strict=True))
+        super().__init__(in_features, dict(enumerate(rows)), bias)
 
 
 class QKVParallelLinear(_StackedLinear):
@@ -168,9 +176,9 @@ class QKVParallelLinear(_StackedLinear):
     ) -> None:
         heads, kv_heads = split_heads(num_heads, num_kv_heads, tp)
         first_kv = tp.rank * num_kv_heads // tp.size  # ranks that share a kv head get the same one
-        queries = (num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim)
-        keys = (num_kv_heads * head_dim, first_kv * head_dim, kv_heads * head_dim)
-        super().__init__(in_features, [("q", *queries), ("k", *keys), ("v", *keys)], bias)
+        queries = _Rows(num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim)
+        keys = _Rows(num_kv_heads * head_dim, first_kv * head_dim, kv_heads * head_dim)
+        super().__init__(in_features, {"q": queries, "k": keys, "v": keys}, bias)
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
 
 

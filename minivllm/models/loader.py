@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
@@ -51,11 +51,9 @@ def iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         except (SafetensorError, OSError) as error:
             with file.open("rb") as head:
                 pointer = b"git-lfs" in head.read(64)
-            why = (
-                "is a Git LFS pointer; run `git lfs pull` in its folder"
-                if pointer
-                else (f"is damaged or truncated ({error}); fetch the file again")
-            )
+            why = f"is damaged or truncated ({error}); fetch the file again"
+            if pointer:
+                why = "is a Git LFS pointer; run `git lfs pull` in its folder"
             raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
 
 
@@ -128,22 +126,25 @@ def load_weights(
         else:
             getattr(param, "weight_loader", load_piece)(param, tensor, shard_id)
     missing = [name for name, (canonical, p, s) in targets.items() if name == canonical and (id(p), s) not in seen]
-    problems = [
-        f"{len(names)} {what}: {listed(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misfits))
-        if names
-    ]
-    if problems:
-        names = {part for name in (*targets, *unexpected) for part in name.split(".")[-2:-1]}
-        idle = [name for name in (packed or {}) if name not in names and name not in CausalLM.packed]
-        hint = f" (In packed {listed(idle)} names no module: it is the last part of a module's name.)" if idle else ""
-        if "lm_head.weight" in missing:
-            hint += " (If the embeddings are the head, too, config.json has to say tie_word_embeddings: true.)"
+    if missing or unexpected or misfits:
+        problems = {"missing": missing, "unexpected": unexpected, "misshapen": misfits}
+        found = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in problems.items() if names)
+        modules = {part for name in (*targets, *unexpected) for part in name.split(".")[-2:-1]}
         raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
-            f"Is config.json of this checkpoint, and does its architecture name this model?{hint}"
+            f"the checkpoint does not fit {type(module).__name__}: {found}. Is config.json of this checkpoint, and "
+            f"does its architecture name this model?{_hint(missing, modules, packed or {})}"
         )
     renew_copies(module)
+
+
+def _hint(missing: Sequence[str], modules: Set[str], packed: Mapping[str, tuple[str, ShardId]]) -> str:
+    """What else may be wrong, with a leading space, or empty. ``modules``: the last parts of all modules' names."""
+    hint, idle = "", [name for name in packed if name not in modules and name not in CausalLM.packed]
+    if idle:
+        hint = f" (In packed {listed(idle)} names no module: it is the last part of a module's name.)"
+    if "lm_head.weight" in missing:
+        hint += " (If the embeddings are the head, too, config.json has to say tie_word_embeddings: true.)"
+    return hint
 
 
 def renew_copies(module: nn.Module) -> None:

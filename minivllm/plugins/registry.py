@@ -170,34 +170,34 @@ class Registry:
                 package, and what to install.
         """
         entry = self.entry(kind, name)
-        component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
+        component = entry.component
         module_name, _, attribute = component.target.partition(":")
         missing = _missing(component)
         if missing and kind != "attention":  # an attention backend's class reports this itself
             reasons = "; ".join(map(_not_installed, missing))
-            raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}")
+            raise PluginError(f"{entry} cannot be imported: {reasons}.{self.how_to_install(component)}")
         try:
             module = importlib.import_module(module_name)
         except ImportError as e:
             reasons = "; ".join(map(one_line, self.why_not(component) or [str(e)]))
-            raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}") from e
+            raise PluginError(f"{entry} cannot be imported: {reasons}.{self.how_to_install(component)}") from e
         except KeyboardInterrupt:
             raise
         except BaseException as e:
             why = f"{module_name} raised {type(e).__name__}: {one_line(e)}"
-            raise PluginError(f"{who} cannot be imported: {why}") from e
+            raise PluginError(f"{entry} cannot be imported: {why}") from e
         target = getattr(module, attribute, None)
         if not isinstance(target, type):
-            raise PluginError(f"{who} names {component.target}, but {module_name} has no class {attribute}")
+            raise PluginError(f"{entry} names {component.target}, but {module_name} has no class {attribute}")
         interface: type = getattr(importlib.import_module("minivllm.core.interfaces"), _INTERFACES[kind])
         if not issubclass(target, interface):
-            raise PluginError(f"{who} names {component.target}, which does not subclass {interface.__name__}")
+            raise PluginError(f"{entry} names {component.target}, which does not subclass {interface.__name__}")
         if left := sorted(getattr(target, "__abstractmethods__", ())):
-            raise PluginError(f"{who} names {component.target}, which lacks {interface.__name__}'s {listing(left)}")
+            raise PluginError(f"{entry} names {component.target}, which lacks {interface.__name__}'s {listing(left)}")
         reads = getattr(target, "architectures", ())
         if reads and (foreign := [a for a in _architectures(component) if a not in reads]):
             raise PluginError(
-                f"{who} is registered for {listing(foreign)}, and the architectures of {component.target} are "
+                f"{entry} is registered for {listing(foreign)}, and the architectures of {component.target} are "
                 f"{listing(reads)}: let the ModelComponent and the class name the same"
             )
         return target

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from minivllm.errors import MinivllmError
 from minivllm.serve.engine_client import EngineClient, Limits
 from minivllm.serve.engine_loop import EngineLoop
-from minivllm.serve.messages import Died, FromEngine, News, Reloaded, ToEngine
+from minivllm.serve.messages import FromEngine, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,9 +86,4 @@ class AsyncEngine(EngineClient):
     def _tell(self, message: FromEngine) -> None:
         """Called in the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
-            if isinstance(message, News):
-                self._loop.call_soon_threadsafe(self._hear, message)
-            elif isinstance(message, Reloaded):
-                self._loop.call_soon_threadsafe(self._hear_reloaded, message)
-            elif isinstance(message, Died):
-                self._loop.call_soon_threadsafe(self._die, message)
+            self._loop.call_soon_threadsafe(self._hear, message)

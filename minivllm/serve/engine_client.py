@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.errors import EngineDeadError
 from minivllm.serve.generation import Generation, Interrupted
-from minivllm.serve.messages import Abort, Add, Delivered, Died, News, Reload, Reloaded, ToEngine
+from minivllm.serve.messages import Abort, Add, Delivered, Died, FromEngine, News, Reload, Reloaded, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +179,15 @@ class EngineClient(ABC):
 
     # ------------------------------------------------------------------ what the engine says
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, News):
+            self._hear_news(message)
+        elif isinstance(message, Reloaded):
+            self._hear_reloaded(message)
+        elif isinstance(message, Died):
+            self._die(message)
+
+    def _hear_news(self, news: News) -> None:
         for name, error in news.taken:
             generation = self._generations.get(name)
             if generation is None:

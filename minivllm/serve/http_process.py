@@ -27,7 +27,7 @@ from minivllm.serve.app import create_app
 from minivllm.serve.encoding import decode_from_engine, encode_to_engine
 from minivllm.serve.engine_client import EngineClient, Limits, fail
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, Serving
-from minivllm.serve.messages import AskMetrics, Died, Metrics, News, Reloaded, ToEngine
+from minivllm.serve.messages import AskMetrics, Died, FromEngine, Metrics, News, ToEngine
 from minivllm.serve.wire import Wire
 
 if TYPE_CHECKING:
@@ -72,24 +72,25 @@ class RemoteEngine(EngineClient):
 
     def _read(self) -> None:
         while (data := self._wire.receive()) is not None:
-            message = decode_from_engine(data)
-            if isinstance(message, News):
-                for output in message.outputs:
-                    if (generation := self._generations.get(output.request_id)) is not None:
-                        prompt: Any = generation.prompts[output.request_id]
-                        output.prompt_token_ids = prompt["prompt_token_ids"]
-                self._hear(message)
-            elif isinstance(message, Metrics):
-                asked = self._asked.popleft()
-                if not asked.done():  # the client may have disconnected
-                    asked.set_result(message.text)
-            elif isinstance(message, Reloaded):
-                self._hear_reloaded(message)
-            elif isinstance(message, Died):
-                self._die(message)
+            self._hear(decode_from_engine(data))
         if self._wire.ended:
             self._loop.remove_reader(self._wire.socket)
             self._die(Died("its process has ended"))
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, Metrics):
+            asked = self._asked.popleft()
+            if not asked.done():  # the client may have disconnected
+                asked.set_result(message.text)
+        else:
+            super()._hear(message)
+
+    def _hear_news(self, news: News) -> None:
+        for output in news.outputs:
+            if (generation := self._generations.get(output.request_id)) is not None:
+                prompt: Any = generation.prompts[output.request_id]
+                output.prompt_token_ids = prompt["prompt_token_ids"]
+        super()._hear_news(news)
 
     def _fail_all(self) -> None:
         super()._fail_all()

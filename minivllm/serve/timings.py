@@ -1,7 +1,7 @@
 """The server's measurements of its engine's steps: when tokens arrive, by slot, without per-token work in Python.
 
 # slot arrays, owned by Timings: last (S,) float64, when the slot's newest token came (seconds, time.perf_counter);
-# fresh (S,) bool: no token has come since the slot changed hands
+# fresh (S,) bool: none has come of the sequence that has the slot
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class Timings:
         self._last = np.zeros(size)
         self._fresh = np.zeros(size, dtype=bool)
         self._request: list[str | None] = [None] * size  # whose first token a fresh slot's first one is
+        # By step, the slots in which it starts sequences, with their requests: theirs from its commit on, as a step may
+        # be scheduled before the tokens of earlier ones are told.
+        self._starting: dict[int, list[tuple[int, str | None]]] = {}
 
     # ------------------------------------------------------------------ requests
 
@@ -87,21 +90,25 @@ class Timings:
     # ------------------------------------------------------------------ steps
 
     def scheduled(self, batch: Batch, began: float) -> None:
+        starting = []
         for slot in batch.admitted_slots.tolist():
             seq = self._engine.scheduler.sequences[slot]
             if seq is None:
                 continue
-            first = seq.num_preemptions == 0
-            self._request[slot] = name = request_of(seq) if first else None
-            self._fresh[slot] = True
+            name = request_of(seq) if seq.num_preemptions == 0 else None
+            starting.append((slot, name))
             if name is not None and (known := self._arrived.get(name)) is not None:
                 self.queue.add(began - known[0])
+        if starting:
+            self._starting[batch.step] = starting
 
     def launched(self, batch: Batch) -> None:
         pass
 
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
         self.now = done
+        for slot, name in self._starting.pop(batch.step, ()):
+            self._request[slot], self._fresh[slot] = name, True
         slots = committed.slots
         fresh = self._fresh[slots]
         if fresh.any():

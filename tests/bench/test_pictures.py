@@ -7,18 +7,22 @@ import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from helpers import step_batch
 from test_workloads import options
 
 from minivllm.bench.measure import Bench
 from minivllm.bench.perfetto import TRACKS, write_trace
-from minivllm.bench.recorder import StepRecorder
+from minivllm.bench.recorder import FirstTokens, StepRecorder
 from minivllm.bench.workloads import BenchRequest
 from minivllm.cli import main
 from minivllm.config.compose import compose
 from minivllm.core.engine import LLMEngine
+from minivllm.core.interfaces import Committed
 from minivllm.plugins import default_registry
 
 ENGINE = ("device=cpu", "cache.num_blocks=40", "cache.block_size=4", "scheduler.max_num_seqs=3")
@@ -56,6 +60,16 @@ def recorded(engine: LLMEngine, *requests: BenchRequest) -> StepRecorder:
     recorder.finish()
     assert engine.observer is None
     return recorder
+
+
+def test_a_first_token_is_of_the_sequence_that_was_scheduled_whoever_has_its_slot_by_then():
+    scheduler = SimpleNamespace(sequences=[SimpleNamespace(request_id="a")])
+    batch, first = step_batch([], [3]), FirstTokens(scheduler)
+    first.scheduled(batch, began=0.0)
+    scheduler.sequences[0] = SimpleNamespace(request_id="b")
+    one = np.zeros(1, dtype=np.int32)
+    first.committed(batch, Committed(rows=one, slots=one, token_ids=one, finished=[]), done=1.0)
+    assert first.at == {"a": 1.0}
 
 
 def test_the_recorder_sees_every_step_and_token(engine):

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import signal
 import threading
+import time
 from array import array
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
@@ -162,6 +163,13 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
         assert tokens([output]) == [want] and json.dumps(output.prompt_token_ids) == json.dumps(ids)
     mixed = run(llm, [text, ids, {"prompt": text}])
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
+
+
+def test_an_output_has_the_prompts_ids_as_pythons_numbers(engine: Engine) -> None:
+    """So that they can be written as JSON, whatever came with them."""
+    llm = engine(**SMALL)
+    for ids in ([1, *np.array([2, 3])], [1, 2, *torch.tensor([3]).numpy()], [np.int32(1), 2, 3], np.array([1, 2, 3])):
+        assert json.dumps(run(llm, [ids], GREEDY.clone(max_tokens=1))[0].prompt_token_ids) == "[1, 2, 3]"
 
 
 def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -> None:
@@ -989,7 +997,7 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(engine: Engine, monke
 def test_ctrl_c_in_the_step_that_ends_a_request_loses_no_output(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of who goes on, or aborts it: then it is gone."""
+    """Of who goes on; not of who aborts it, or ends the engine."""
     llm = engine(**SMALL)
     commit = llm.engine.scheduler.commit
 
@@ -997,18 +1005,24 @@ def test_ctrl_c_in_the_step_that_ends_a_request_loses_no_output(
         os.kill(os.getpid(), signal.SIGINT)
         return commit(*args)
 
-    for aborts in (False, True):
+    def end_in_a_struck_step() -> None:
         llm.engine.add_request("a", [1, 2, 3], GREEDY.clone(max_tokens=1))
         monkeypatch.setattr(llm.engine.scheduler, "commit", struck)
         with pytest.raises(KeyboardInterrupt):
             llm.engine.step()
         monkeypatch.undo()
         assert llm.engine.has_unfinished_requests()
+
+    for aborts in (False, True):
+        end_in_a_struck_step()
         if aborts:
             llm.engine.abort("a")
         assert [output.finished for output in llm.engine.step()] == [True] * (not aborts)
         drain(llm)
     usable(llm)
+    end_in_a_struck_step()
+    llm.shutdown()
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_an_observer_that_aborts_leaves_ctrl_c_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1357,8 +1371,20 @@ def test_a_scheduler_that_gives_no_step_is_told(engine: Engine, monkeypatch: pyt
     llm = engine(**SMALL)
     monkeypatch.setattr("minivllm.core.engine._PATIENCE", 0.05)
     monkeypatch.setattr(llm.engine.scheduler, "schedule", lambda: None)
-    with pytest.raises(MinivllmError, match="scheduler=mixed has work, no step is under way"):
+    with pytest.raises(MinivllmError, match="scheduler=mixed has requests, no step is under way"):
         run(llm, [[1]])
+
+
+def test_a_scheduler_that_loses_a_request_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than waited for for ever."""
+    llm = engine(**SMALL)
+    monkeypatch.setattr("minivllm.core.engine._PATIENCE", 0.05)
+    monkeypatch.setattr(llm.engine.scheduler, "add", lambda seq: None)
+    llm.engine.add_request("a", [1])
+    assert llm.engine.step() == []
+    time.sleep(0.1)
+    with pytest.raises(MinivllmError, match="scheduler=mixed has requests, no step is under way"):
+        llm.engine.step()
 
 
 def test_a_step_runs_on_its_own_gpu_whatever_the_thread_that_asks_uses(

@@ -23,6 +23,7 @@ from minivllm.serve import async_engine, engine_client, engine_loop
 from minivllm.serve.app import ServerOptions, create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.generation import Aborted
+from minivllm.serve.timings import Timings
 
 T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
@@ -285,6 +286,25 @@ def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM])
     timings = engine.engine_loop.timings
     queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
     assert 2 == whole <= first <= queued and not timings._arrived  # "c" may have begun before "d" was read
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_the_last_token_in_a_slot_is_not_the_first_of_the_next_sequence(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Where all that run end in one step, the next step is launched before the observer is told of these tokens."""
+    engine = make_llm("scheduler.max_num_seqs=1").engine
+    timings = engine.observer = Timings(engine)
+    queued, first, between = [], [], []
+    for histogram, values in ((timings.queue, queued), (timings.first_token, first), (timings.between_tokens, between)):
+        monkeypatch.setattr(histogram, "add", values.append)
+    for name in "abcd":
+        timings.arrived(name, time.perf_counter(), 1)
+        engine.add_request(name, [1, 2, 3], SamplingParams(max_tokens=length, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(between) == 4 * (length - 1)
+    assert all(token > began for token, began in zip(first, queued, strict=True))
 
 
 def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callable[..., LLM]) -> None:
