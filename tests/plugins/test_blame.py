@@ -159,6 +159,7 @@ REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): r
 
 @pytest.mark.parametrize("kind,body,told", [
     ("model", f"{FORWARD}[:, :5]", "forward returned float32 (5, 5), not (5, 64), a hidden state for each token"),
+    ("model", f"{FORWARD}, 1", "forward returned (tensor([["),
     ("model", f"{FORWARD}[:-1]", "forward returned float32 (4, 64), not (5, 64)"),
     ("model", f"{LOGITS}.compute_logits(x)[:, :7]", "compute_logits returned float32 (2, 7), not (2, "),
     ("model", f"{LOGITS}.compute_logits(x).long()", "compute_logits returned int64 (2, "),
@@ -184,7 +185,8 @@ REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): r
     ("executor", altered("ids * 0 - 1"), "a step that it launched returned token -1, which is outside the vocabulary"),
 ])  # fmt: skip
 def test_what_a_first_step_returns_is_looked_at(said: Callable[..., str], kind: str, body: str, told: str) -> None:
-    assert said(kind, body).startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}")
+    message = said(kind, body)
+    assert message.startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}") and "\n" not in message
 
 
 @pytest.mark.parametrize("prompts", [SHORT, LONG])  # long enough for last tokens' hidden states alone
