@@ -210,7 +210,8 @@ def test_unknown_models_and_paths(server: Running) -> None:
         )
         assert error["code"] == "model_not_found"
     told(server.get("/v1/models/gpt/9"), 404, "'gpt/9'", "model")
-    told(server.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    told(server.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found; there are /v1/completions, /v1/chat/completions")
+    told(server.post("/chat/completions"), 404, "POST /chat/completions: Not Found; there are /v1/completions")
     told(server.get(COMPLETIONS), 405, "Method Not Allowed")
 
 
