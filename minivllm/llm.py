@@ -129,6 +129,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
+        self._check_free()
         many = len(prompts)
         params = self._params(sampling_params, many)
         given: Any = priority
@@ -238,6 +239,7 @@ class LLM:
         self, weights_path: str | Path | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
     ) -> None:
         """See ``LLMEngine.reload_weights``; waits for calls in other threads."""
+        self._check_free()
         with self._turn:
             self.engine.reload_weights(weights_path, weights_iterator)
 
@@ -257,6 +259,10 @@ class LLM:
         self.shutdown()
 
     # ------------------------------------------------------------------ inside
+
+    def _check_free(self) -> None:
+        if self.engine.served:
+            raise RequestError("an AsyncEngine runs this engine: send requests to that, or stop it first")
 
     def _free_id(self) -> str:
         """The next number that is not already a request id of the engine."""
