@@ -15,7 +15,9 @@ import numpy as np
 from minivllm.config.settle import check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
+from minivllm.core.interfaces import Sampler
 from minivllm.core.model_config import ModelConfig
+from minivllm.core.overrides import definer
 from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
@@ -72,7 +74,9 @@ def build_engine(config: EngineConfig) -> LLMEngine:
                 f"scheduler={config.scheduler.name}; leave it out"
             )
         with registry.building("sampler", config.sampler.name):
-            row = _row_of(registry.entry("sampler", config.sampler.name), sampler_class.row)
+            entry = registry.entry("sampler", config.sampler.name)
+            row = _row_of(entry, sampler_class.row)
+            _check_sampler(entry, sampler_class)
         with registry.building("executor", executor_name):
             executor = executor_class(config, model_config, max_model_len, registry)
         if children:
@@ -124,6 +128,18 @@ def _row_of(entry: Entry, row: Any) -> np.dtype:
         said = shown(row) if found is None else f"{found}, {found.itemsize} bytes"
         raise PluginError(f"{entry}: its row is {said}, not a numpy dtype of a multiple of 4 bytes")
     return found
+
+
+def _check_sampler(entry: Entry, cls: type[Sampler]) -> None:
+    """Raise PluginError if its ``extra_args`` is not a set of names, or if a hook that it needs is not overridden."""
+    names: Any = cls.extra_args
+    if not isinstance(names, frozenset | set) or not all(isinstance(name, str) for name in names):
+        raise PluginError(f"{entry}: its extra_args is {shown(names)}, not a frozenset of names")
+    for given in ("words", "wants_tokens"):
+        if definer(cls, given) is not Sampler and cls.take_tokens is Sampler.take_tokens:
+            raise PluginError(f"{entry}: it overrides {given}, but not take_tokens, which gets them")
+    if cls.takes_masks and cls.take_masks is Sampler.take_masks:
+        raise PluginError(f"{entry}: its takes_masks is true, but it does not override take_masks")
 
 
 def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:

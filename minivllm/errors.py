@@ -2,9 +2,11 @@
 
 import builtins
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
 _QUOTED = 200  # characters
+_BREAK = re.compile(r"\s*\n\s*")  # in reprs of arrays and tensors
 _LIBRARIES = frozenset(("numpy", "torch", "triton"))  # their errors are usually the caller's
 
 
@@ -46,12 +48,13 @@ class EngineDeadError(MinivllmError, RuntimeError):
 
 
 def shown(value: object) -> str:
-    """A user's value as quoted in an error: its repr, truncated if long."""
+    """A user's value as quoted in an error: its repr, truncated if long, in one line."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         return f"<{type(value).__name__}>"
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
+    text = text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
+    return _BREAK.sub(" ", text)
 
 
 def one_line(what: object) -> str:

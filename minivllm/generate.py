@@ -28,8 +28,16 @@ _STDOUT = "-"
 _PATIENCE = 10.0  # seconds to wait for a silent pipe on standard input before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
 _LINE_KEYS = (*_PROMPT_KEYS, "priority")
+_LINE_IS = "one prompt: a string in quotes, or an object with prompt or prompt_token_ids"
 _TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
-_OTHERS = "n", "best_of", "max_completion_tokens", "max_new_tokens", "messages", "sampling_params"
+_OTHERS = {  # keys of other programs' files, each with what to do instead
+    "best_of": "repeat the line",
+    "max_completion_tokens": "type max_tokens=... once",
+    "max_new_tokens": "type max_tokens=... once",
+    "messages": "LLM.chat takes them, and the server",
+    "n": "repeat the line",
+    "sampling_params": "type each parameter once, as max_tokens=...",
+}
 
 Prompt = str | list[int]
 
@@ -103,14 +111,14 @@ def _json_prompt(line: str, where: str) -> Asked:
     try:
         item: Any = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{where} is not JSON: {e}") from e
+        raise ConfigError(f"{where} is not JSON: {e}; each line is {_LINE_IS}") from e
     if isinstance(item, str):
         return Asked(item)
     if not isinstance(item, dict):
-        raise ConfigError(f"{where} is neither a string nor an object with prompt or prompt_token_ids")
+        raise ConfigError(f"{where} is {shown(item)}; each line is {_LINE_IS}")
     if refused := [k for k in item if k not in _LINE_KEYS and (k in _OTHERS or _parameters_like(k))]:
-        typed = next(iter(_parameters_like(refused[0])), _TYPED_ONCE[0])
-        raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; type {typed}=... once")
+        instead = _OTHERS.get(refused[0]) or f"type {_parameters_like(refused[0])[0]}=... once"
+        raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; {instead}")
     key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
     if key is None:
         only = f", only {', '.join(item)}" if item else ""

@@ -39,7 +39,7 @@ skeleton to start from.
 """
 _ENVIRONMENT = """\
 Environment
-  MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= is given
+  MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= is given; bench url=...: what is sent
   MINIVLLM_COMMIT=NAME         bench: commit to record for a source tree without .git
   MINIVLLM_DEBUG=1             a traceback with each error
   MINIVLLM_DISABLE_PLUGINS=a,b skip these plugins (or packages); all: all but the built-in ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,10 @@ _BOTH_NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 _GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
 _CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"chat_template_content_format": "auto"}
-_INSTEAD = {
+_INSTEAD = {field.name: f"give SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
+    "stream": "LLMEngine's step returns the tokens of each step",
 }
 
 
@@ -127,6 +129,7 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
+        self._check_free()
         many = len(prompts)
         params = self._params(sampling_params, many)
         given: Any = priority
@@ -193,7 +196,7 @@ class LLM:
         refuse(others, _CHAT_NEUTRAL, _INSTEAD)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
-        is_one = bool(messages) and isinstance(messages[0], dict)
+        is_one = bool(messages) and isinstance(messages[0], dict | str)
         many: list[Any] = [messages] if is_one else list(messages)
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -236,6 +239,7 @@ class LLM:
         self, weights_path: str | Path | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
     ) -> None:
         """See ``LLMEngine.reload_weights``; waits for calls in other threads."""
+        self._check_free()
         with self._turn:
             self.engine.reload_weights(weights_path, weights_iterator)
 
@@ -255,6 +259,10 @@ class LLM:
         self.shutdown()
 
     # ------------------------------------------------------------------ inside
+
+    def _check_free(self) -> None:
+        if self.engine.served:
+            raise RequestError("an AsyncEngine runs this engine: send requests to that, or stop it first")
 
     def _free_id(self) -> str:
         """The next number that is not already a request id of the engine."""
@@ -303,7 +311,7 @@ class LLM:
 def _prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping | bytes):
         return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
-    if not isinstance(prompts, Iterable):  # the engine refuses it
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", None) == 0:  # the engine refuses it
         return [prompts]
     many = list(prompts)
     if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have __index__ too

@@ -92,13 +92,14 @@ def refuse(given: Mapping[str, Any], neutral: Mapping[str, Any], instead: Mappin
     """Raises RequestError for an argument that is not supported, TypeError for one that vLLM does not have either.
 
     ``neutral``: vLLM's arguments, each with the value that changes nothing here; nor do None and lists of None.
-    ``instead``: for some arguments, what to do instead.
+    ``instead``: for some arguments of either kind, what to do instead.
     """
+    instead = instead or {}
     for name, value in given.items():
         if name not in neutral:
-            raise TypeError(f"there is no argument {name!r}")
+            what = f"; {instead[name]}" if name in instead else ""
+            raise TypeError(f"there is no argument {name!r}{what}")
         if value is None or (isinstance(value, list | tuple) and all(one is None for one in value)):
             continue
         if neutral[name] is None or value != neutral[name]:
-            what = (instead or {}).get(name, "leave it out")
-            raise RequestError(f"{name}={shown(value)} is not supported; {what}")
+            raise RequestError(f"{name}={shown(value)} is not supported; {instead.get(name, 'leave it out')}")

@@ -113,7 +113,8 @@ class Server:
                 f"url={self.url}: no answer from {where} ({_said(error)}); start a server, as with `minivllm serve`"
             ) from error
         if status != 200:
-            raise MinivllmError(f"url={self.url}: GET {where} gives {status}: {_reason(text)}")
+            key = "; set MINIVLLM_API_KEY to its key" if status == 401 else ""
+            raise MinivllmError(f"url={self.url}: GET {where} gives {status}: {_reason(text)}{key}")
         try:
             first = msgspec.json.decode(text, type=_Models).data[0]
         except (msgspec.DecodeError, LookupError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -35,6 +35,7 @@ from minivllm.config.vllm_names import (
     check_neutral,
     speculative_keys,
 )
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import ConfigError, shown
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import Registry
@@ -206,6 +207,9 @@ def _value_here(name: str, value: Any) -> Any:
 
 
 def _unknown_keyword(name: str, value: Any) -> str:
+    if name in {field.name for field in fields(SamplingParams)}:
+        said = f"it belongs to a request: generate(prompts, SamplingParams({name}={shown(value)}))"
+        return f"LLM({name}={shown(value)}): there is no such keyword; {said}"
     known = ["model", "attention", "tp", "device", "dtype", "overrides", *SAME_NAMES, *VLLM_NAMES, *NEGATED]
     keys = keys_of(EngineSchema)
     leaves = {k.rpartition(".")[2]: k for k in keys}

@@ -107,6 +107,7 @@ class LLMEngine:
         # While true, outputs other than a request's first and last may wait for a later step: a caller that is busy
         # with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
+        self.served = False  # true while an AsyncEngine runs it
         self._touched: dict[str, Request] = {}  # those with new output
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()

@@ -88,6 +88,9 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             if getattr(self, name) and given[0] not in _JSON:
                 raise RequestError(f"structured_outputs: {name} belongs to {', '.join(_JSON)}, not to {given[0]}")
+        if self.disable_any_whitespace and self.whitespace_pattern:
+            said = "disable_any_whitespace=True and whitespace_pattern contradict each other; leave one out"
+            raise RequestError(f"structured_outputs: {said}")
         if self.reasoning not in (None, *_REASONING):
             raise _wrong("reasoning", self.reasoning, f"is not one of {', '.join(_REASONING)}")
         choice = self.choice

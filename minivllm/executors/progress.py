@@ -27,9 +27,9 @@ _WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download waits for its own threads 
 
 def seconds(options: Mapping[str, Any], name: str, usual: float) -> float:
     """``executor.options.<name>`` in seconds. Raises ConfigError for an invalid value."""
-    value = options.get(name, usual)
+    value, key = options.get(name, usual), f"executor.options.{name}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"executor.options.{name}={value} is not a number of seconds above 0; type {name}={usual:g}")
+        raise ConfigError(f"{key}={value} is not a number of seconds above 0; type {key}={usual:g}")
     return float(value)
 
 

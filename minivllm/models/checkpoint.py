@@ -116,6 +116,10 @@ def read_model_config(
     with _readable(path, key):
         found = file.is_file()
         inner = [] if found else sorted(p.parent for p in path.glob("*/config.json"))
+        adapter = not found and (path / "adapter_config.json").is_file()
+    if adapter:
+        hint = f"merge it into its model with PEFT's merge_and_unload and save_pretrained, and pass {key}=DIR of that"
+        raise CheckpointError(f"{path} holds an adapter (adapter_config.json), no model; {hint}")
     if not found:
         hint = f"did you mean {key}={inner[0]}?" if inner else f"pass {key}=DIR, a folder in that layout"
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")

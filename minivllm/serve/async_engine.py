@@ -53,6 +53,7 @@ class AsyncEngine(EngineClient):
         if self._thread.ident is not None:
             self._make_thread()
         super().start()
+        self.engine.served = True
         self._thread.start()
 
     def stop(self) -> None:
@@ -65,6 +66,7 @@ class AsyncEngine(EngineClient):
         self._thread.join(_PATIENCE)
         if not self._thread.is_alive():
             self.engine.abort(left)
+            self.engine.served = False
 
     async def reload_weights(
         self,

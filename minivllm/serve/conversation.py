@@ -113,6 +113,14 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_function(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "function" not in data:  # the Responses API's and Anthropic's have the name here
+            said = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
+            raise ClientError(f"tools: each is {said}, not {shown(data)}", param="tools")
+        return data
+
 
 class Conversation(Body):
     """A conversation, rendered to a prompt by the tokenizer's chat template."""

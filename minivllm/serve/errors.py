@@ -9,9 +9,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from minivllm.errors import ContextLengthError, EngineDeadError, RequestError, printable
+from minivllm.naming import listing
 from minivllm.serve.generation import Aborted, Interrupted
 
 _GONE = 499  # never read: the client has disconnected
@@ -101,6 +103,9 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
                 return error_response(ClientError(said, status=415))
             return error_response(_unreadable(error.__cause__), fields)
         said = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:  # as with base_url without /v1, or for a part of OpenAI's API that is not here
+            routes = (route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema)
+            said += f"; there are {listing(dict.fromkeys(route.path_format for route in routes))}"
         return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)
 
     for kind in (ClientError, RequestError, EngineDeadError, Aborted, Interrupted, Exception):

@@ -30,7 +30,8 @@ class KeyCheck:
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
             if scheme.lower() != b"bearer" or not secrets.compare_digest(key, self._wanted):
-                said = "the key is wrong" if given else "this server needs the header Authorization: Bearer KEY"
+                needs = "this server needs the header Authorization: Bearer KEY"
+                said = "the key is wrong" if scheme.lower() == b"bearer" else needs
                 app = error_response(ClientError(said, status=401, code="invalid_api_key"))
         await app(scope, receive, send)
 

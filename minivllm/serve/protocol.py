@@ -21,7 +21,7 @@ from minivllm.serve.errors import ClientError, asked_wrongly
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _ID = r"^[\x21-\x7e]{1,200}$"  # a client's own request id
 
-_OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
+_OF_MAX_TOKENS = re.compile(r"(^|(?:with|than|lower) )max_tokens\b")  # elsewhere it may be the client's own text
 _OF_EXTRA_ARGS = re.compile(r"^extra_args\b")
 
 TokenIds = list[int]
@@ -234,7 +234,7 @@ class ChatBody(GenerationBody, Conversation):
             return f"tools: function {self.may_be_called[error.tag]}: {error.why}"
         message = super()._as_asked(error)
         if self.max_completion_tokens is not None:
-            message = _OF_MAX_TOKENS.sub("max_completion_tokens", message)
+            message = _OF_MAX_TOKENS.sub(r"\1max_completion_tokens", message)
         return message
 
     def begun(self) -> str:

@@ -65,11 +65,14 @@ def test_lines_and_jsonl() -> None:
         ("{nonsense}", "x, line 2 is not JSON"),
         ("9" * 5000, "x, line 2 is not JSON"),
         ("[" * 100_000, "x, line 2 is not JSON"),
-        ("5", "x, line 2 is neither a string nor an object"),
+        ("5", "x, line 2 is 5; each line is one prompt: a string in quotes, or an object with prompt or"),
+        ('[{"prompt": "a"}, {"prompt": "b"}]', "x, line 2 is .*; each line is one prompt"),
+        ("[", "x, line 2 is not JSON: .*; each line is one prompt"),
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
         ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
         ('{"prompt": "a", "stopp": "b"}', "x, line 2 has stopp, which a prompts file cannot set; type stop="),
-        ('{"prompt": "a", "n": 2}', "x, line 2 has n, which a prompts file cannot set"),
+        ('{"prompt": "a", "n": 2}', "x, line 2 has n, which a prompts file cannot set; repeat the line"),
+        ('{"prompt": "a", "max_new_tokens": 2}', "which a prompts file cannot set; type max_tokens=... once"),
         ('{"prompt": 5}', "x, line 2: prompt=5 is not a string"),
         ('{"prompt_token_ids": ["a"]}', "is not a list of token ids"),
         *(
@@ -88,10 +91,7 @@ def test_lines_and_jsonl() -> None:
                 "min_tokens",
             )
         ),
-        (
-            '{"prompt": "a", "messages": []}',
-            "has messages, which a prompts file cannot set; type max_tokens=",
-        ),
+        ('{"messages": []}', "has messages, which a prompts file cannot set; LLM.chat takes them"),
     ],
 )
 def test_a_bad_line_is_named(line: str, told: str) -> None:

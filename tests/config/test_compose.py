@@ -653,6 +653,7 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
         ({"packed_weights": True}, r"type overrides=\['packed_weights=true'\]"),
         ({"swap_spaces": 4}, "there is no such keyword"),
+        ({"max_tokens": 5}, r"LLM\(max_tokens=5\): .*: generate\(prompts, SamplingParams\(max_tokens=5\)\)"),
         ({"max_num_seqs": 0}, "scheduler.max_num_seqs=0 is too small"),
         ({"tp": 2, "tensor_parallel_size": 4}, "contradicts tp=2"),
         ({"attention": "flsh"}, "Did you mean flash"),

@@ -558,6 +558,7 @@ WRONG: list[tuple[Any, str]] = [
         {"regex": "a", "disable_any_whitespace": True},
         "disable_any_whitespace belongs to json, json_object, structural_tag",
     ),
+    ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict each other; leave one out"),
     ({"json": {}, "disable_any_whitespace": np.array([1, 2])}, "is neither True nor False"),
     ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json, json_object, structural_tag"),
     ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties=True is not supported yet"),

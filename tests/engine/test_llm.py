@@ -606,7 +606,7 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     for wrong, why in [
         ([[]], "at least one message"),
         ({"role": "user", "content": "x"}, "a conversation is a list"),
-        (["hello"], "a message is"),
+        (["hello"], "a message is .* not 'hello'"),
         ([{"role": "user"}], "a message is"),
         (None, "a conversation is a list"),
         ([{"role": 5, "content": "x"}], "a message's role is a string, as 'user', not 5"),
@@ -697,6 +697,10 @@ def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
         llm.generate([5], GREEDY, lora_request=5)
     with pytest.raises(TypeError, match="there is no argument 'nonsense'"):
         llm.generate([5], GREEDY, nonsense=None)
+    with pytest.raises(TypeError, match=r"there is no argument 'max_tokens'; give SamplingParams\(max_tokens=...\)"):
+        llm.generate([5], max_tokens=5)
+    with pytest.raises(TypeError, match="there is no argument 'stream'; LLMEngine's step returns the tokens of each"):
+        llm.chat([{"role": "user", "content": "x"}], stream=True)
     nothing: dict[str, Any] = {"guided_options_request": None, "prompt_adapter_request": None}
     nothing |= {"lora_request": [None, None], "tokenization_kwargs": {}, "mm_processor_kwargs": {}}
     assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False, prompt_token_ids=None, **nothing)) == 2
@@ -764,6 +768,8 @@ def test_the_engine_has_vllms_names(engine: Engine) -> None:
         ({"prompt_token_ids": [5], "cache_salt": 5}, GREEDY, "cache_salt=5 is not Unicode text"),
         ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, GREEDY, "is not Unicode text"),
         ([10**30], GREEDY, "is outside the vocabulary"),
+        (np.array(5), GREEDY, "a prompt is text or a list of token ids, not ndarray"),
+        (torch.tensor(5), GREEDY, "a prompt is text or a list of token ids, not Tensor"),
         ([{"prompt_token_ids": np.array(5)}], GREEDY, "list of token ids, not ndarray"),
         ([{"prompt_token_ids": torch.tensor(5)}, str], GREEDY, "prompt 0: .*list of token ids, not Tensor"),
         ([{"prompt": list}], GREEDY, "is not text"),

@@ -246,7 +246,7 @@ def test_what_cannot_be_split_is_refused_before_ranks_are_told_anything(tiny_che
     (["all_reduce=peer"], "all_reduce=peer is for GPUs; on a CPU leave it out"),
     (["all_reduce_bytes=8"], "all_reduce_bytes is for all_reduce=peer, not for auto"),
     (["all_reduce=peer", "all_reduce_bytes=much"], "all_reduce_bytes=much is not a whole number from 1"),
-    (["start_timeout=abc"], "start_timeout=abc is not a number of seconds above 0; type start_timeout=600"),
+    (["start_timeout=abc"], "=abc is not a number of seconds above 0; type executor.options.start_timeout=600"),
     (["step_timeout=0"], "step_timeout=0 is not a number of seconds above 0"),
     (["devices=[0,1]"], "devices names GPUs, and this runs on the CPU; leave it out"),
 ])  # fmt: skip

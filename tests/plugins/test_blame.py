@@ -139,6 +139,10 @@ OWN = "@classmethod\ndef "
     ("sampler", "row = np.dtype([('a', 'i2')])", "its row is [('a', '<i2')], 2 bytes, not a numpy dtype of a mul"),
     ("sampler", "row = 'i2'", "its row is int16, 2 bytes, not a numpy dtype"),
     ("sampler", "row = None", "its row is None, not a numpy dtype of a multiple of 4 bytes"),
+    ("sampler", "extra_args = ['mood']", "its extra_args is ['mood'], not a frozenset of names"),
+    ("sampler", "extra_args = 'mood'", "its extra_args is 'mood', not a frozenset of names"),
+    ("sampler", "take_tokens = Sampler.take_tokens", "it overrides words, but not take_tokens, which gets them"),
+    ("sampler", "take_masks = Sampler.take_masks", "its takes_masks is true, but it does not override take_masks"),
     ("sampler", f"{OWN}encode(cls, seq, seed): {RAISES}", "encode raised ValueError: no luck (minivllm_mine, line 22"),
     ("sampler", f"{OWN}words(cls, seq): {RAISES}", "words raised ValueError: no luck (minivllm_mine"),
     ("sampler", f"{OWN}encode(cls, seq, seed): return None", "encode returned None, not one item of its row"),
@@ -155,6 +159,7 @@ REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): r
 
 @pytest.mark.parametrize("kind,body,told", [
     ("model", f"{FORWARD}[:, :5]", "forward returned float32 (5, 5), not (5, 64), a hidden state for each token"),
+    ("model", f"{FORWARD}, 1", "forward returned (tensor([["),
     ("model", f"{FORWARD}[:-1]", "forward returned float32 (4, 64), not (5, 64)"),
     ("model", f"{LOGITS}.compute_logits(x)[:, :7]", "compute_logits returned float32 (2, 7), not (2, "),
     ("model", f"{LOGITS}.compute_logits(x).long()", "compute_logits returned int64 (2, "),
@@ -180,7 +185,8 @@ REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): r
     ("executor", altered("ids * 0 - 1"), "a step that it launched returned token -1, which is outside the vocabulary"),
 ])  # fmt: skip
 def test_what_a_first_step_returns_is_looked_at(said: Callable[..., str], kind: str, body: str, told: str) -> None:
-    assert said(kind, body).startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}")
+    message = said(kind, body)
+    assert message.startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}") and "\n" not in message
 
 
 @pytest.mark.parametrize("prompts", [SHORT, LONG])  # long enough for last tokens' hidden states alone

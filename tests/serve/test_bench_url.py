@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, until
+from running import Running, serving, until
 from test_process import Process
 
+from minivllm import LLM
 from minivllm.bench import client
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
@@ -49,6 +50,18 @@ def test_our_server_is_measured(
     one, two = capsys.readouterr().out.split("written to", 1)
     assert "6 requests" in one and "ms to first token, p99" in one and "median" not in one
     assert "2 runs" in two and "median" in two and "min" in two and "max" in two
+
+
+def test_a_server_is_sent_the_key_that_is_set(
+    make_llm: Callable[..., LLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MINIVLLM_API_KEY", raising=False)
+    with serving(make_llm(), api_key="s3cret") as server:
+        command = ["bench", f"url={server.client.base_url}", IDS, *SMALL]
+        assert main(command) == 1
+        assert "gives 401: " in (told := capsys.readouterr().err) and "; set MINIVLLM_API_KEY to its key" in told
+        monkeypatch.setenv("MINIVLLM_API_KEY", "s3cret")
+        assert main(command) == 0
 
 
 def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(

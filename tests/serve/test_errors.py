@@ -64,6 +64,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "0 to 20", "top_logprobs"),
     (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "one thing", "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens=0 is less than 1 (null goes", "max_completion_tokens"),
+    (CHAT, {"max_completion_tokens": 9999}, "lower max_completion_tokens or raise", "max_completion_tokens"),
+    (CHAT, {"max_completion_tokens": 2, "min_tokens": 3}, "is more than max_completion_tokens=2", "min_tokens"),
     (CHAT, {"messages": [USER | {"content": "a" * 1024}]}, "leaves no room", "messages"),
     (CHAT, {"messages": []}, "at least one", "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "needs content", "messages"),
@@ -208,7 +210,8 @@ def test_unknown_models_and_paths(server: Running) -> None:
         )
         assert error["code"] == "model_not_found"
     told(server.get("/v1/models/gpt/9"), 404, "'gpt/9'", "model")
-    told(server.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    told(server.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found; there are /v1/completions, /v1/chat/completions")
+    told(server.post("/chat/completions"), 404, "POST /chat/completions: Not Found; there are /v1/completions")
     told(server.get(COMPLETIONS), 405, "Method Not Allowed")
 
 
@@ -241,7 +244,8 @@ def test_a_key_is_asked_for(make_llm: Callable[..., LLM]) -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"X-Api-Key": "s3cret"}):
             for path in ("/v1/models", COMPLETIONS, "/tokenize", "/docs"):
                 response = server.client.get(path, headers=headers)
-                error = told(response, 401, "key" if headers.get("Authorization") else "Authorization: Bearer KEY")
+                as_bearer = headers.get("Authorization", "").startswith("Bearer")
+                error = told(response, 401, "the key is wrong" if as_bearer else "header Authorization: Bearer KEY")
                 assert error["code"] == "invalid_api_key"
         for path in ("/health", "/version", "/metrics"):
             assert server.get(path).status_code == 200

@@ -363,6 +363,18 @@ def test_an_application_starts_again(make_llm: Callable[..., LLM]) -> None:
     assert len(set(texts)) == 1
 
 
+def test_an_llm_whose_engine_is_served_refuses_calls(make_llm: Callable[..., LLM]) -> None:
+    async def session(engine: AsyncEngine) -> None:
+        engine.start()
+        for call in (llm.reload_weights, lambda: llm.generate([1, 2], use_tqdm=False)):
+            with pytest.raises(RequestError, match="an AsyncEngine runs this engine: send requests to that, or stop"):
+                call()
+
+    llm = make_llm()
+    run_session(llm, session)
+    assert len(llm.generate([1, 2], use_tqdm=False)) == 1
+
+
 def test_who_is_left_when_an_engine_stops_is_gone_when_it_starts_again(make_llm: Callable[..., LLM]) -> None:
     async def session(engine: AsyncEngine) -> int:
         engine.start()

@@ -418,7 +418,9 @@ def typed(schema: dict[str, Any]) -> dict[str, Any]:
 
 NAMED = {"type": "function", "function": {"name": "x"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "function"}]}, "tools.0.function: Field required", "tools"),
+    ({"tools": [{"type": "function"}]}, 'tools: each is {"type": "function", "function": {"name": …', "tools"),
+    ({"tools": [{"type": "function", "name": "f"}]}, "not {'type': 'function', 'name': 'f'}", "tools"),
+    ({"tools": [CLOCK, 5]}, "tools.1: ", "tools"),
     (
         {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
         "tools.0.type: Input should be 'function'",
