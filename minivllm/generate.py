@@ -10,6 +10,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from os.path import expanduser
 from pathlib import Path
@@ -64,16 +65,14 @@ def run(composed: Composed) -> int:
             print(why, file=sys.stderr)
         started = time.perf_counter()
         prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
-        outputs = llm.generate(prompts, params, use_tqdm=_is_terminal(sys.stderr), priority=priority)
+        with _Lines(to) as lines:
+            outputs = llm.generate(
+                prompts, params, use_tqdm=_is_terminal(sys.stderr), priority=priority, on_output=lines.take
+            )
         seconds = time.perf_counter() - started
     if to is None:
         for output in outputs:
             print(_shown(output, _is_terminal(sys.stdout)), end="\n\n")
-    elif to == _STDOUT:
-        _write(sys.stdout, outputs)
-    else:
-        with Path(expanduser(to)).open("w", encoding="utf-8") as file:
-            _write(file, outputs)
     batch = min(len(outputs), composed.engine.scheduler.max_num_seqs)
     print(_summary(outputs, seconds, batch, about), file=sys.stderr if to == _STDOUT else sys.stdout)
     return 0
@@ -197,11 +196,41 @@ def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def _write(file: TextIO, outputs: Sequence[RequestOutput]) -> None:
-    """Write one JSON object per request, in the order of the prompts."""
-    utf = (file.encoding or "utf-8").lower().startswith("utf")
-    for output in outputs:
-        file.write(json.dumps(_record(output), ensure_ascii=not utf) + "\n")
+class _Lines:
+    """Writes one JSON object per request, in the order of the prompts, each as soon as those before it are written, but
+    to a terminal, which shows progress, at the end. However that comes, all that were given are written. Until there is
+    one, a former file stays as it was."""
+
+    def __init__(self, to: str | None) -> None:
+        """``to``: a file, ``_STDOUT`` or None: nothing is written."""
+        self._to, self._next = to, 0
+        self._waiting: dict[int, RequestOutput] = {}
+        self._file: TextIO | None = sys.stdout if to == _STDOUT else None
+        self._at_once = to is not None and not (to == _STDOUT and _is_terminal(sys.stdout))
+        self._opened = ExitStack()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        with self._opened:
+            for place in sorted(self._waiting if self._to is not None else ()):
+                self._write(self._waiting[place])
+
+    def take(self, place: int, output: RequestOutput) -> None:
+        self._waiting[place] = output
+        while self._at_once and self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+
+    def _write(self, output: RequestOutput) -> None:
+        assert self._to is not None
+        if self._file is None:
+            file = Path(expanduser(self._to)).open("w", encoding="utf-8")  # noqa: SIM115 (the stack closes it)
+            self._file = self._opened.enter_context(file)
+        utf = (self._file.encoding or "utf-8").lower().startswith("utf")
+        self._file.write(json.dumps(_record(output), ensure_ascii=not utf) + "\n")
+        self._file.flush()
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

@@ -101,6 +101,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: Sequence[int] | None = None,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
@@ -110,7 +111,9 @@ class LLM:
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all prompts, or one per prompt. ``use_tqdm``: whether to show progress, or a
         callable that is used like ``tqdm``. ``priority``: one per prompt, smaller is served earlier; only for
-        schedulers that have priorities. vLLM's other arguments are accepted only at values that change nothing.
+        schedulers that have priorities. ``on_output``: called with each prompt's index and output as soon as that is
+        complete; if it raises, the others are aborted. vLLM's other arguments are accepted only at values that change
+        nothing.
 
         Raises:
             RequestError: a prompt can never run; the other prompts are dropped, the engine stays usable.
@@ -118,7 +121,7 @@ class LLM:
         refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
         if prompts is None:
             raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
-        return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority, on_output)
 
     def _generate(
         self,
@@ -126,6 +129,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None = None,
+        on_output: Callable[[int, RequestOutput], None] | None = None,
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
@@ -154,7 +158,7 @@ class LLM:
                     self.engine.abort(ids)
                     self.engine.num_requests_added = first
                     add(ids, range(many))  # so that the error names the first refused prompt
-                return self._run(ids, use_tqdm)
+                return self._run(ids, use_tqdm, on_output)
             except BaseException:
                 self.engine.abort(ids)
                 raise
@@ -284,8 +288,13 @@ class LLM:
             raise RequestError(f"sampling_params holds {wrong[0]}, not SamplingParams")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
-    def _run(self, ids: list[str], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        ours = set(ids)
+    def _run(
+        self,
+        ids: list[str],
+        use_tqdm: bool | Callable[..., Any],
+        on_output: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        places = {name: i for i, name in enumerate(ids)}
         done: dict[str, RequestOutput] = {}
         bar = _progress(len(ids), use_tqdm)
         try:
@@ -295,9 +304,11 @@ class LLM:
                 if not outputs and not self.engine.has_unfinished_requests():
                     raise RequestError(f"{len(ids) - len(done)} of {len(ids)} requests were aborted from elsewhere")
                 for output in outputs:
-                    if output.request_id not in ours:
+                    if output.request_id not in places:
                         continue  # added to the engine directly
                     done[output.request_id] = output
+                    if on_output is not None:
+                        on_output(places[output.request_id], output)
                     tokens += sum(len(c.token_ids) for c in output.outputs)
                     if bar is not None:
                         bar.postfix = f"{tokens / (time.perf_counter() - began):.0f} tok/s"

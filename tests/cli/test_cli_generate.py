@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import LLM, SamplingParams, cli
+from minivllm import LLM, CompletionOutput, RequestOutput, SamplingParams, cli, generate
 from minivllm.chat import _lines
 from minivllm.config.modes import GenerateOptions
+from minivllm.core.engine import LLMEngine
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.core.sequence import Sequence
 from minivllm.errors import ConfigError
@@ -229,6 +230,28 @@ def test_output_to_standard_output_is_nothing_else(small: list[str], capsys: pyt
     assert "tokens/s" in said.err
 
 
+def test_lines_come_in_the_order_of_prompts_whatever_the_order_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "out.jsonl"
+    outputs = [RequestOutput(str(i), None, [i], [CompletionOutput(0, "", [])], True) for i in range(4)]
+
+    def written() -> str:
+        return "".join(json.loads(line)["request_id"] for line in file.read_text().splitlines())
+
+    with generate._Lines(str(file)) as lines:
+        lines.take(1, outputs[1])
+        assert not file.exists()
+        for place, so_far in ((0, "01"), (3, "01"), (2, "0123")):
+            lines.take(place, outputs[place])
+            assert written() == so_far
+    with pytest.raises(KeyError), generate._Lines(str(file)) as lines:
+        lines.take(2, outputs[2])
+        lines.take(0, outputs[0])
+        raise KeyError
+    assert written() == "02", "what has waited, too"
+
+
 def test_a_terminal_that_holds_few_characters_loses_no_answer(small: list[str]) -> None:
     command = [sys.executable, "-m", "minivllm", *small, 'prompts=["漢é"]', "max_tokens=2"]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -277,6 +300,28 @@ def test_output_is_one_object_a_request_and_can_be_read_again(
     assert [json.loads(line)["token_ids"] for line in again.read_text().splitlines()] == [
         r["token_ids"] for r in records
     ]
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_what_is_complete_when_a_run_ends_early_is_written_and_until_then_a_file_stays(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, step = tmp_path / "out.jsonl", LLMEngine.step
+    lines: list[str] = []
+    typed = [*small, f"output={out}", "max_tokens=3", "scheduler.max_num_seqs=2"]
+    out.write_text("former")
+    assert cli.main([*typed, "prompts=[[1,99999999]]"]) == 1 and out.read_text() == "former"
+
+    def stops(self: LLMEngine) -> list[RequestOutput]:
+        lines.append(out.read_text())
+        if "two" in lines[-1]:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", stops)
+    assert cli.main([*typed, "prompts=[one,two,three]"]) == 130
+    assert lines[0] == "former"
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["one", "two"]
 
 
 @pytest.mark.usefixtures("no_stdin")

@@ -226,6 +226,27 @@ def test_progress_may_be_ones_own(engine: Engine) -> None:
     assert [options["total"] for options in made] == [2]
 
 
+def test_each_output_is_told_once_it_is_complete_and_who_raises_aborts_the_others(engine: Engine) -> None:
+    llm = engine(**SMALL | {"scheduler.max_num_seqs": 1})
+    told: list[tuple[int, RequestOutput]] = []
+    running: list[int] = []
+
+    def take(place: int, output: RequestOutput) -> None:
+        told.append((place, output))
+        running.append(llm.engine.num_unfinished_requests)
+        if len(told) == 5:
+            raise KeyError("enough")
+
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 3)]
+    outputs = llm.generate([[1], [2], [3]], params, on_output=take)
+    assert [place for place, _ in told] == [1, 2, 0], "the longest first"
+    assert all(outputs[place] is output for place, output in told) and running == [2, 1, 0]
+    with pytest.raises(KeyError, match="enough"):
+        llm.generate([[1], [2], [3]], params, on_output=take)
+    assert not llm.engine.has_unfinished_requests()
+    usable(llm)
+
+
 def test_a_bar_needs_no_more_than_vllm_asks_of_it(engine: Engine) -> None:
     said: list[Any] = []
 
