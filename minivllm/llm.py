@@ -38,6 +38,7 @@ _BOTH_NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 _GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
 _CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"chat_template_content_format": "auto"}
+_OnOutput = Callable[[int, "RequestOutput"], None]  # gets a prompt's index and its output
 _INSTEAD = {field.name: f"give SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
@@ -101,7 +102,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: Sequence[int] | None = None,
-        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_output: _OnOutput | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
@@ -129,7 +130,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None = None,
-        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_output: _OnOutput | None = None,
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
@@ -188,6 +189,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        on_output: _OnOutput | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Reply to one conversation (a list of ``{"role", "content"}``), or to each of a list of conversations.
@@ -220,7 +222,7 @@ class LLM:
                 prompts.append(tokenizer.render_chat(said, **options))
             except RequestError as error:
                 raise of_prompt(error, many, i) from error
-        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+        return self._generate(prompts, sampling_params, use_tqdm, on_output=on_output, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer, as in vLLM."""
@@ -289,10 +291,7 @@ class LLM:
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
     def _run(
-        self,
-        ids: list[str],
-        use_tqdm: bool | Callable[..., Any],
-        on_output: Callable[[int, RequestOutput], None] | None,
+        self, ids: list[str], use_tqdm: bool | Callable[..., Any], on_output: _OnOutput | None
     ) -> list[RequestOutput]:
         places = {name: i for i, name in enumerate(ids)}
         done: dict[str, RequestOutput] = {}

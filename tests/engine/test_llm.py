@@ -242,7 +242,7 @@ def test_each_output_is_told_once_it_is_complete_and_who_raises_aborts_the_other
     assert [place for place, _ in told] == [1, 2, 0], "the longest first"
     assert all(outputs[place] is output for place, output in told) and running == [2, 1, 0]
     with pytest.raises(KeyError, match="enough"):
-        llm.generate([[1], [2], [3]], params, on_output=take)
+        llm.chat([[{"role": "user", "content": "the fox"}]] * 3, params, on_output=take)
     assert not llm.engine.has_unfinished_requests()
     usable(llm)
 
