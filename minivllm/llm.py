@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -94,6 +95,7 @@ class LLM:
 
     def _begin(self, engine: LLMEngine) -> None:
         self.engine, self._number, self._turn = engine, 0, threading.RLock()
+        self._process = os.getpid()
 
     def generate(
         self,
@@ -267,6 +269,11 @@ class LLM:
     # ------------------------------------------------------------------ inside
 
     def _check_free(self) -> None:
+        if os.getpid() != self._process:  # torch's threads, ranks and CUDA contexts are the parent's
+            raise RequestError(
+                "a forked child cannot use its parent's engine; make an LLM in the child, and the child with "
+                'multiprocessing.get_context("spawn")'
+            )
         if self.engine.served:
             raise RequestError("an AsyncEngine runs this engine: send requests to that, or stop it first")
 

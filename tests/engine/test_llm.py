@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -668,6 +669,23 @@ def test_chat_without_a_template_says_what_to_do(engine: Engine, tiny_checkpoint
 
 
 # --------------------------------------------------------------------------- threads, and vLLM's names
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_child_is_told_to_make_its_own(engine: Engine) -> None:
+    llm, told = engine(**SMALL), multiprocessing.get_context("fork").SimpleQueue()
+
+    def child() -> None:
+        try:
+            llm.generate([[1]], GREEDY)
+        except RequestError as error:
+            told.put(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and "make an LLM in the child" in told.get()
+    usable(llm)
 
 
 def test_threads_take_turns(engine: Engine) -> None:
