@@ -206,7 +206,7 @@ class _Lines:
         self._to, self._next = to, 0
         self._waiting: dict[int, RequestOutput] = {}
         self._file: TextIO | None = sys.stdout if to == _STDOUT else None
-        self._at_once = to is not None and not (to == _STDOUT and _is_terminal(sys.stdout))
+        self._at_once = not (to == _STDOUT and _is_terminal(sys.stdout))
         self._opened = ExitStack()
 
     def __enter__(self) -> _Lines:
@@ -214,10 +214,12 @@ class _Lines:
 
     def __exit__(self, *raised: Any) -> None:
         with self._opened:
-            for place in sorted(self._waiting if self._to is not None else ()):
+            for place in sorted(self._waiting):
                 self._write(self._waiting[place])
 
     def take(self, place: int, output: RequestOutput) -> None:
+        if self._to is None:
+            return
         self._waiting[place] = output
         while self._at_once and self._next in self._waiting:
             self._write(self._waiting.pop(self._next))
