@@ -59,10 +59,10 @@ def _round_to_float8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
     def check(out: torch.Tensor, expected: torch.Tensor) -> None:
-        """Relative error in the 2-norm: 1e-2 in bfloat16, 1e-5 in float32 (on a GPU 1e-3, whose float8 products add up
-        in fewer bits). ``expected`` is computed in float32."""
+        """Relative error in the 2-norm: 1e-2 in bfloat16, 1e-5 in float32 (on a GPU 2e-3, whose float8 products add up
+        in 14 bits). ``expected`` is computed in float32."""
         assert out.isfinite().all(), "not every element was written"
-        limit = 1e-2 if out.dtype == torch.bfloat16 else 1e-3 if out.is_cuda else 1e-5
+        limit = 1e-2 if out.dtype == torch.bfloat16 else 2e-3 if out.is_cuda else 1e-5
         error = float((out.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12))
         assert error < limit, f"relative error {error:.1e}"
 
