@@ -251,6 +251,18 @@ class LLM:
         with self._turn:
             self.engine.reload_weights(weights_path, weights_iterator)
 
+    def sleep(self, level: int = 1) -> None:
+        """See ``LLMEngine.sleep``; waits for calls in other threads."""
+        self._check_free()
+        with self._turn:
+            self.engine.sleep(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """See ``LLMEngine.wake_up``."""
+        self._check_free()
+        with self._turn:
+            self.engine.wake_up(tags)
+
     def shutdown(self) -> None:
         """Release processes and memory; safe to call twice."""
         self.engine.shutdown()

@@ -37,10 +37,8 @@ _METHODS: dict[str, str] = {
     "get_metrics": "llm.engine.stats counts tokens and steps",
     "reset_mm_cache": "there are no multimodal models",
     "set_tokenizer": "give LLM(..., tokenizer=...) a folder or a repository",
-    "sleep": "shutdown() gives the memory back",
     "start_profile": "`minivllm bench profile=true` profiles",
     "stop_profile": "`minivllm bench profile=true` profiles",
-    "wake_up": "make a new LLM",
 } | dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _GENERATES)
 _METHODS |= dict.fromkeys(
     ("finish_weight_update", "init_weight_transfer_engine", "start_weight_update", "update_weights"),

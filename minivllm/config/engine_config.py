@@ -85,7 +85,7 @@ class EngineConfig:
     ``max_model_len=None`` means the model's own limit; ``enforce_eager=None`` captures CUDA graphs if the attention
     backend allows it, False refuses a backend that does not. ``max_cudagraph_capture_size`` limits the sequences of a
     captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false;
-    ``quantization`` is none or fp8.
+    ``quantization`` is none or fp8. ``enable_sleep_mode`` allows ``LLMEngine.sleep``.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -104,3 +104,4 @@ class EngineConfig:
     max_cudagraph_capture_size: int | None = None
     packed_weights: str = "auto"
     quantization: str = "none"
+    enable_sleep_mode: bool = False

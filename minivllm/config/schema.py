@@ -189,6 +189,11 @@ class EngineSchema:
         "in float8, with a scale per token: half the memory, and large batches and prompts are faster, but answers "
         "differ slightly. GPUs since H100 and L40, bfloat16; on a CPU slow. none: in dtype, whatever the checkpoint's",
     )
+    enable_sleep_mode: bool = key(
+        False,
+        "true: sleep() gives the memory of weights and cache back while the engine is not used, and wake_up() has them "
+        "again where they were. Linux",
+    )
     mode: str = key("generate", "what to do")
 
 

@@ -31,7 +31,15 @@ VLLM_NAMES: dict[str, str] = {
 }
 NEGATED = {"disable_cascade_attn": "attention.cascade"}  # the opposite of a key here
 
-SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format", "quantization")
+SAME_NAMES = (
+    "max_model_len",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "seed",
+    "load_format",
+    "quantization",
+    "enable_sleep_mode",
+)
 
 # Values of attention_backend; case does not matter. Others, such as XFORMERS and those for MLA, have no equivalent.
 ATTENTION = {
@@ -80,7 +88,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_log_requests": ((False,), "type `minivllm serve log_requests=true`"),
     "enable_lora": ((False,), "not supported yet"),
     "enable_prompt_embeds": ((False,), "not supported"),
-    "enable_sleep_mode": ((False,), "not supported"),
     "fully_sharded_loras": ((bool,), _LORA),
     # "auto" is vLLM's default; "vllm" is what happens here.
     "generation_config": (

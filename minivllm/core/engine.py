@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
+from minivllm.core.sleeping import Sleeping, checked_level, checked_tags
 from minivllm.errors import (
     EngineDeadError,
     MinivllmError,
@@ -122,6 +124,7 @@ class LLMEngine:
         self._stuck_since: float | None = None
         self._unreturned: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
         self._uninterrupted = Uninterrupted()
+        self._sleeping = Sleeping()
         self._closed = False
 
     @classmethod
@@ -162,6 +165,7 @@ class LLMEngine:
             EngineDeadError: as in ``step``.
         """
         self.check_health()
+        self._sleeping.refuse_requests()
         if others:
             refuse(others, _NEUTRAL)
         if not isinstance(request_id, str):
@@ -516,16 +520,14 @@ class LLMEngine:
             EngineDeadError: it failed later, so that weights may be mixed: make a new engine.
         """
         self.check_health()
-        if self._requests:
-            raise RequestError(
-                f"weights cannot be replaced under {len(self._requests)} unfinished requests; step until they finish, "
-                "or abort them"
-            )
+        self._refuse_under_requests("weights cannot be replaced")
+        self._sleeping.refuse_weights()
         weights = self._find_weights(weights_path, weights_iterator)
-        while self._under_way:  # rows of sequences that have ended
-            self._uninterruptedly(self._step)
-        with self._uninterrupted:
-            self._reload(weights)
+        failed = "some weights may be old and some new, make a new engine: loading failed"
+        with self._between_steps("its weights are being replaced", failed):
+            self.executor.reload_weights(weights)
+            self.reset_prefix_cache()
+        self._sleeping.weights_lost = False
 
     def check_weights(self, weights_path: str | Path | None = None) -> None:
         """Raise what ``reload_weights`` of that folder would refuse, whether requests run or not.
@@ -540,23 +542,71 @@ class LLMEngine:
 
         return find_weights(self.config, self.model_config, path, iterator)
 
-    def _reload(self, weights: Path | Iterable[tuple[str, Tensor]] | None) -> None:
-        self._dead = EngineDeadError("its weights are being replaced")  # for who calls meanwhile, as an iterator may
-        try:
-            self.executor.reload_weights(weights)
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the weights and the cache back, until ``wake_up``; not while requests run. An engine that
+        sleeps takes no requests, and has no cached prefixes afterwards.
+
+        ``level``: 1 keeps the weights in the host's memory; 2 gives them up, so that others have to be loaded
+        (``reload_weights``) once they are awake.
+
+        Raises:
+            RequestError: refused, as the engine was made without ``enable_sleep_mode``; it runs on as it was.
+            EngineDeadError: it failed: make a new engine.
+        """
+        self.check_health()
+        checked_level(level)
+        if not self.config.enable_sleep_mode:
+            raise RequestError("sleep: the engine was made without it; type enable_sleep_mode=true (in Python: True)")
+        self._refuse_under_requests("the engine cannot sleep")
+        with self._between_steps("it is falling asleep", "make a new engine: falling asleep failed"):
+            self.executor.sleep(level)
             self.reset_prefix_cache()
-        except RequestError:
-            self._dead = None
-            raise
-        except BaseException as error:
-            why = error if isinstance(error, MinivllmError) else described(error)
-            self._dead = EngineDeadError(
-                f"some weights may be old and some new, make a new engine: loading failed: {why}"
+        self._sleeping.begun(level)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Have the memory again that ``sleep`` gave back. ``tags``: some of ``weights`` and ``kv_cache``, as where
+        weights are loaded before there is room for the cache; None: all. What is awake stays as it is.
+
+        Raises:
+            RequestError: there is no room for it, in one process; what sleeps sleeps on.
+            EngineDeadError: as ``sleep``.
+        """
+        self.check_health()
+        asleep = [tag for tag in checked_tags(tags) if tag in self._sleeping.tags]
+        for tag in asleep:
+            with self._between_steps("it is waking up", "make a new engine: waking up failed"):
+                self.executor.wake_up([tag])
+            self._sleeping.tags.remove(tag)
+
+    def is_sleeping(self) -> bool:
+        """Whether some of its memory is given back."""
+        return bool(self._sleeping.tags)
+
+    def _refuse_under_requests(self, what: str) -> None:
+        if self._requests:
+            raise RequestError(
+                f"{what} under {len(self._requests)} unfinished requests; step until they finish, or abort them"
             )
-            if not isinstance(error, Exception | SystemExit):
+
+    @contextmanager
+    def _between_steps(self, doing: str, failed: str) -> Iterator[None]:
+        """For what concerns every rank. If it fails, with no RequestError, the engine is dead: ``failed`` says why."""
+        while self._under_way:  # rows of sequences that have ended
+            self._uninterruptedly(self._step)
+        with self._uninterrupted:
+            self._dead = EngineDeadError(doing)  # for who calls meanwhile, as an iterator of weights may
+            try:
+                yield
+            except RequestError:
+                self._dead = None
                 raise
-            raise self._dead from error
-        self._dead = None
+            except BaseException as error:
+                why = error if isinstance(error, MinivllmError) else described(error)
+                self._dead = EngineDeadError(f"{failed}: {why}")
+                if not isinstance(error, Exception | SystemExit):
+                    raise
+                raise self._dead from error
+            self._dead = None
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine was shut down, or if it or one of its ranks is dead."""

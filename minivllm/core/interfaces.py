@@ -608,6 +608,20 @@ class Executor(ABC):
             f"{type(self).__name__} replaces no weights (it has no reload_weights); make a new engine of the checkpoint"
         )
 
+    def sleep(self, level: int) -> None:
+        """Give back, on every rank, the memory of the cache and of the weights, and return when all have. At level 1
+        each rank keeps its weights in its host's memory, at level 2 it gives them up. Called only with
+        ``config.enable_sleep_mode``. No step is in flight.
+
+        Raises RequestError if it has not begun; after any other error the engine is dead.
+        """
+        raise RequestError(f"{type(self).__name__} does not sleep; shutdown() gives the memory back")
+
+    def wake_up(self, tags: SequenceOf[str]) -> None:
+        """Have memory for these of ``weights`` and ``kv_cache`` again, at the same addresses: weights as they were, or
+        zeros if they were given up; a cache of zeros. Raises as ``sleep``."""
+        raise RequestError(f"{type(self).__name__} does not sleep")
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What runs: ``device``, ``attention`` (the backend's name), ``dtype``, and anything else worth reporting."""

@@ -15,11 +15,12 @@ class MemoryShare:
 
     def __init__(self, device: torch.device, fraction: float) -> None:
         self._device, self._fraction = device, fraction
+        self.beside = 0  # bytes that the rank has of CUDA itself, not of torch
         self._before = self._allocated()
 
     def left(self) -> float:
         """Bytes that the rank may still allocate; negative if it has taken more than its part."""
-        taken = max(self._allocated() - self._before, 0)
+        taken = max(self._allocated() - self._before, 0) + self.beside
         free, everything = torch.cuda.mem_get_info(self._device)
         return min(self._fraction * everything - taken, free - _SPARE * everything)
 

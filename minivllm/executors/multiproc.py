@@ -26,7 +26,7 @@ from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.step_bytes import pack_batch, pack_masks, pack_profile, pack_reload, unpack_result
+from minivllm.executors.step_bytes import pack_batch, pack_call, pack_masks, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
 from minivllm.plugins.ranks import tell, view_of
 
@@ -178,12 +178,21 @@ class MultiprocExecutor(Executor):
     # ------------------------------------------------------------------ the rest
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        message = pack_reload(folder_of(weights, "multiproc"))
+        self._call("reload_weights", str(folder_of(weights, "multiproc") or ""), "loading weights")
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", str(level), "falling asleep")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call("wake_up", ",".join(tags), "waking up")
+
+    def _call(self, method: str, argument: str, doing: str) -> None:
+        """Have all ranks do this, and wait until they have."""
         self._check_alive()
         self._ranks.begin_again()
-        self._tell(message)
+        self._tell(pack_call(method, argument))
         try:
-            self._ranks.wait_ready("loading weights")
+            self._ranks.wait_ready(doing)
         except MinivllmError as error:
             raise self._died(error) from None
 

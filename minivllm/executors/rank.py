@@ -73,20 +73,20 @@ class RankProcess:
             returning.join(5)
 
     def _serve(self, taker: StepTaker) -> None:
-        from minivllm.executors.step_bytes import unpack_profile, unpack_reload
+        from minivllm.executors.step_bytes import unpack_call, unpack_profile
 
         profile = contextlib.ExitStack()
         while message := self.steps.receive():  # an empty message ends it
             if (file := unpack_profile(message)) is not None:
                 self._profile(taker, profile, file)
-            elif (folder := unpack_reload(message)) is not None:
-                self._reload(taker, folder)
+            elif (call := unpack_call(message)) is not None:
+                self._call(taker, *call)
             elif (taken := taker.take(message)) is not None and self.hello.rank == 0:
                 self._pending.put(taken[1])
 
-    def _reload(self, taker: StepTaker, folder: str) -> None:
+    def _call(self, taker: StepTaker, method: str, argument: str) -> None:
         self._progress = Progress(threading.main_thread().ident)
-        taker.reload_weights(folder)
+        taker.call(method, argument)
         self._progress = None
         self.link.send(Ready(taker.worker.num_blocks, taker.worker.describe(), []))
 

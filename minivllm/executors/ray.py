@@ -8,7 +8,7 @@ would wait forever.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -117,10 +117,20 @@ class RayExecutor(Executor):
         self._launched |= self._tell(pack_masks(masks))  # belongs to the step, which waits for it
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        folder = str(folder_of(weights, "ray") or "")
+        self._call("reload_weights", str(folder_of(weights, "ray") or ""), "loading weights")
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", str(level), "falling asleep")
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._call("wake_up", ",".join(tags), "waking up")
+
+    def _call(self, method: str, argument: str, doing: str) -> None:
+        """Have all ranks do this, and wait until they have."""
         self.check_health()
-        self._hearts.begin("loading weights")
-        self._gather({actor.reload.remote(folder): rank for rank, actor in enumerate(self._actors)}, time_limit=None)
+        self._hearts.begin(doing)
+        calls = {actor.call.remote(method, argument): rank for rank, actor in enumerate(self._actors)}
+        self._gather(calls, time_limit=None)
         self._hearts.starting = False
 
     def _tell(self, message: Any) -> dict[Any, int]:

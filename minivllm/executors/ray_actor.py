@@ -70,11 +70,11 @@ class RankActor:
             return encode(Failed.of(error, "at its start"))
 
     @ray.method(concurrency_group="steps")
-    def reload(self, folder: str) -> bytes:
+    def call(self, method: str, argument: str) -> bytes:
         """Empty, or why it failed."""
         self.progress = Progress(threading.get_ident())
         try:
-            self.taker.reload_weights(folder)
+            self.taker.call(method, argument)
             return b""
         except BaseException as error:
             self.failed = encode(Failed.of(error, self.taker.doing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,12 @@ class SingleExecutor(Executor):
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         self._worker.reload_weights(weights)
+
+    def sleep(self, level: int) -> None:
+        self._worker.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self._worker.wake_up(tags)
 
     def check_health(self) -> None:
         """Does nothing: this process is alive if its caller is."""

@@ -3,7 +3,7 @@
 # step:   counts (12,) int64 | generations int64 | thirteen int32 arrays | admitted_params | samples bool
 # masks:  -2 int64 | counts (2,) int64 | slots int32 | bits int32
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
-# reload: -3 int64 | the name of a checkpoint's folder; without one it is the engine's own
+# call:   -3 int64 | a method of ``StepTaker``'s | = | its argument
 # result: counts (7,) int64 | token_ids int32 | logprobs | prompt_logprobs; each, if there are any: rows int64, sampled
 #         f32, rank i32, top_ids i32, top f32
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
 _UNSCORED = Scored(NO_INTS, NO_INTS, NO_INTS, 0)
-_PROFILE, _MASKS, _RELOAD = (np.int64(n).tobytes() for n in (-1, -2, -3))  # which no step starts with
+_PROFILE, _MASKS, _CALL = (np.int64(n).tobytes() for n in (-1, -2, -3))  # which no step starts with
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -54,14 +53,17 @@ def unpack_profile(data: bytearray) -> str | None:
     return os.fsdecode(bytes(data.removeprefix(_PROFILE))) if data.startswith(_PROFILE) else None
 
 
-def pack_reload(folder: Path | None) -> bytes:
-    """Tell the ranks to load the weights of this checkpoint; None: of the one they started with."""
-    return _RELOAD + os.fsencode(folder or "")
+def pack_call(method: str, argument: str) -> bytes:
+    """Have the ranks ``StepTaker.call`` this, between steps."""
+    return _CALL + os.fsencode(f"{method}={argument}")
 
 
-def unpack_reload(data: bytearray) -> str | None:
-    """``pack_reload``'s folder, "" for the first checkpoint; None: the message is another."""
-    return os.fsdecode(bytes(data.removeprefix(_RELOAD))) if data.startswith(_RELOAD) else None
+def unpack_call(data: bytearray) -> tuple[str, str] | None:
+    """``pack_call``'s arguments; None: the message is another."""
+    if not data.startswith(_CALL):
+        return None
+    method, _, argument = os.fsdecode(bytes(data.removeprefix(_CALL))).partition("=")
+    return method, argument
 
 
 def pack_masks(masks: TokenMasks) -> bytes:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
     from minivllm.executors.worker import Worker
 
+_DOING = {"reload_weights": "loading weights", "sleep": "falling asleep", "wake_up": "waking up"}
+
 
 class StepTaker:
     """Has one worker run the steps received, and tracks which of them are complete."""
@@ -32,7 +34,13 @@ class StepTaker:
         self._last = batch.step, self.worker.launch(batch)
         return None if batch.guided else self._last
 
-    def reload_weights(self, folder: str) -> None:
-        """Load the weights of this checkpoint; "": of the one that the worker started with."""
-        self.doing = "while loading weights"
-        self.worker.reload_weights(Path(folder) if folder else None)
+    def call(self, method: str, argument: str) -> None:
+        """``Executor``'s method of this name, between steps. ``argument``: a checkpoint's folder, "" for the one that
+        the worker started with; a level; tags."""
+        self.doing = f"while {_DOING[method]}"
+        if method == "reload_weights":
+            self.worker.reload_weights(Path(argument) if argument else None)
+        elif method == "sleep":
+            self.worker.sleep(int(argument))
+        else:
+            self.worker.wake_up(argument.split(","))

@@ -8,7 +8,7 @@ than ``tp``, each ``tp`` neighbours form a replica with its own requests.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,18 @@ class TorchrunExecutor(Executor):
             raise failed
         if others:
             raise EngineDeadError(f"rank {others[0]} failed to load its weights")
+
+    def sleep(self, level: int) -> None:
+        """Of this rank; each rank calls it."""
+        if self._worker is None:
+            raise was_shut_down()
+        self._worker.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Of this rank; each rank calls it."""
+        if self._worker is None:
+            raise was_shut_down()
+        self._worker.wake_up(tags)
 
     def _loads_of_others(self, done: bool) -> list[int]:
         """Wait for all ranks; returns those that failed to load, if this one is ``done``. Raises EngineDeadError if one

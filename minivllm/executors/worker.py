@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +26,12 @@ from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
+from minivllm.executors.sleep import SleepingMemory
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.linear.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder_layer import launch_all_heads
+from minivllm.layers.packed import weights_of
 from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights
@@ -109,6 +111,7 @@ class Worker:
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
         self._memory: MemoryShare | None = None
+        self._sleeping: SleepingMemory | None = None
         if self.device_type == "cuda":
             open_device(device_index)
             self._memory = MemoryShare(torch.device("cuda", device_index), config.cache.gpu_memory_utilization)
@@ -161,6 +164,20 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
 
+    def sleep(self, level: int) -> None:
+        """See ``Executor.sleep``; from any thread, like ``launch``."""
+        if self._sleeping is None or self.runner is None:
+            raise was_shut_down()
+        with self._on_device(), torch.inference_mode():
+            self._sleeping.sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """See ``Executor.wake_up``; from any thread, like ``launch``."""
+        if self._sleeping is None or self.runner is None:
+            raise was_shut_down()
+        with self._on_device(), torch.inference_mode():
+            self._sleeping.wake_up(tags)
+
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
         with self._on_device():
@@ -174,6 +191,11 @@ class Worker:
             runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._memory,
             self._least_cache_bytes(), attends_plainly(runner.attention),
         )  # fmt: skip
+        if self.config.enable_sleep_mode:
+            self._sleeping = SleepingMemory(device)
+            self._sleeping.take_weights(dict(weights_of(cast(nn.Module, runner.model))))
+            if self._memory is not None:
+                self._memory.beside = self._sleeping.nbytes
         if self.device_type == "cuda":
             self._bind(runner, 0, device)
         graphs = self._graphs(runner)
@@ -304,7 +326,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Drop the weights, cache and graphs, and return their memory to the device."""
-        runner, self.runner = self.runner, None
+        runner, self.runner, self._sleeping = self.runner, None, None
         with self._on_device():
             if self.device_type == "cuda":
                 torch.cuda.synchronize()  # a step in flight writes to host memory, too
@@ -322,6 +344,8 @@ class Worker:
         dtype = spec.cache_dtype
         nbytes = math.prod(shape) * dtype.itemsize
         try:
+            if self._sleeping is not None and num_blocks:
+                return self._sleeping.cache(nbytes).view(dtype).view(shape)
             if device.type == "cpu":  # numpy's zeros are allocated when first written to
                 return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
             return torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)

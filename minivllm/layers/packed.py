@@ -9,9 +9,10 @@ already captured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias, cast
 
+import torch
 from torch import nn
 
 from minivllm.errors import CheckpointError
@@ -70,6 +71,15 @@ def pack_products(model: nn.Module, products: Mapping[Product, Order]) -> str | 
     for product, its in zip(products, packed, strict=True):
         product.packed_weight = its
     return None
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all parameters, and of their packed copies: what loading weights writes, but scales."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        if isinstance(module, Product) and module.packed_weight is not None:
+            yield f"{path}.packed_weight.data", module.packed_weight.data
+            yield f"{path}.packed_weight.scales", module.packed_weight.scales
 
 
 def unpack_products(products: Iterable[Product]) -> None:

@@ -1,4 +1,5 @@
-"""Other weights under CUDA graphs, with packed and folded copies, in float8: the graphs answer with the new ones."""
+"""Other weights, and sleep, under CUDA graphs, with packed and folded copies, in float8: graphs answer with the weights
+that there are."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
+from minivllm.errors import RequestError
 from minivllm.models.checkpoint import DEMO
 from minivllm.testing.checkpoints import random_checkpoint
 
@@ -71,8 +73,10 @@ def test_answers_are_those_of_a_new_engine(kind: str, changed: Path) -> None:
     answers_as_fresh(DEMO, changed, overrides=["cache.num_blocks=512"], **options)
 
 
-def test_packed_copies_are_made_anew(tmp_path: Path) -> None:
-    """Of layers large enough to be packed, on Hopper."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of layers that are large enough to be packed, on Hopper."""
+    tmp_path = tmp_path_factory.mktemp("large")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from minivllm.kernels import nvrtc
@@ -93,7 +97,68 @@ def test_packed_copies_are_made_anew(tmp_path: Path) -> None:
         model.save_pretrained(folders[-1])
         for file in (tmp_path / "tokenizer").glob("tokenizer*"):
             shutil.copy(file, folders[-1])
-    answers_as_fresh(*folders, overrides=["cache.num_blocks=512", "packed_weights=true"])
+    return folders
+
+
+PACKED = ["cache.num_blocks=512", "packed_weights=true"]
+
+
+def test_packed_copies_are_made_anew(large: list[Path]) -> None:
+    answers_as_fresh(*large, overrides=PACKED)
+
+
+# --------------------------------------------------------------------------- sleep
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def answers_after_sleep(old: Path, new: Path, **options: Any) -> None:
+    with LLM(str(new), device="cuda", **options) as llm:
+        expected = say(llm)
+    with LLM(str(old), device="cuda", enable_sleep_mode=True, **options) as llm:
+        worker = llm.engine.executor._worker  # type: ignore[attr-defined]
+        weights = worker._sleeping._regions["weights"].tensor
+        first, awake, size = say(llm), free(), worker._sleeping.nbytes
+        assert first != expected
+        llm.sleep()
+        assert free() - awake >= size
+        llm.wake_up()
+        assert abs(free() - awake) < 64 << 20
+        assert say(llm) == first
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        assert not weights.any(), "level 2 keeps nothing"
+        llm.reload_weights(new)
+        llm.wake_up(["kv_cache"])
+        assert say(llm) == expected
+    del weights
+    with LLM(str(old), device="cuda", **options) as llm:  # the memory of the last is there again
+        assert say(llm) == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_answer_after_sleep(kind: str, changed: Path) -> None:
+    answers_after_sleep(DEMO, changed, overrides=["cache.num_blocks=2048"], **KINDS[kind])
+
+
+def test_packed_copies_sleep(large: list[Path]) -> None:
+    answers_after_sleep(*large, overrides=PACKED)
+
+
+def test_there_may_be_no_room_to_wake_up() -> None:
+    with LLM("demo", device="cuda", enable_sleep_mode=True, gpu_memory_utilization=0.6) as llm:
+        first = say(llm)
+        llm.sleep()
+        taken = torch.empty(int(free() * 0.7), dtype=torch.uint8, device="cuda")
+        with pytest.raises(RequestError, match=r"wake_up: there is no room for kv_cache, .* GiB: .* MiB more"):
+            llm.wake_up()
+        del taken
+        torch.cuda.empty_cache()
+        llm.wake_up()
+        assert say(llm) == first
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -102,5 +167,20 @@ def test_two_gpus_answer_as_a_new_engine(changed: Path) -> None:
         expected = say(llm)
     with LLM("demo", device="cuda", tp=2) as llm:
         first = say(llm)
+        llm.reload_weights(changed)
+        assert say(llm) == expected != first
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_sleep(changed: Path) -> None:
+    with LLM(str(changed), device="cuda", tp=2) as llm:
+        expected = say(llm)
+    with LLM("demo", device="cuda", tp=2, enable_sleep_mode=True) as llm:
+        first = say(llm)
+        llm.sleep()
+        llm.wake_up()
+        assert say(llm) == first
+        llm.sleep(level=2)
+        llm.wake_up()
         llm.reload_weights(changed)
         assert say(llm) == expected != first
