@@ -582,6 +582,11 @@ class LLMEngine:
         """Whether some of its memory is given back."""
         return bool(self._sleeping.tags)
 
+    @property
+    def takes_requests(self) -> bool:
+        """False while it sleeps, and until other weights are loaded if it gave its own up."""
+        return not (self._sleeping.tags or self._sleeping.weights_lost)
+
     def _refuse_under_requests(self, what: str) -> None:
         if self._requests:
             raise RequestError(

@@ -14,18 +14,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minivllm.core.sleeping import MEMORY_TAGS
 from minivllm.errors import ConfigError, RequestError
 from minivllm.kernels.nvrtc import checked
 from minivllm.naming import listed
 from minivllm.rounding import round_up
 
-_PIECE = 256 << 20  # bytes that are mapped, and copied to the host, at a time
+_PIECE = 256 << 20  # bytes that are mapped at a time
 _ALIGNMENT = 512  # bytes, as torch's allocator has
 
 # --------------------------------------------------------------------------- regions
@@ -47,10 +47,14 @@ class Region(ABC):
 
 
 class HostRegion(Region):
-    """Pages come when they are first written to; until then they are zeros."""
+    """Pages come when they are first written to; until then they are zeros. ``huge``: of 2 MiB, where the system has
+    such, which come ten times as fast."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, huge: bool = False) -> None:
         self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            with suppress(OSError):  # a kernel without them
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def map(self, stop: int) -> None:
@@ -143,15 +147,16 @@ def _region(size: int, device: torch.device) -> Region:
 
 
 class SleepingMemory:
-    """A rank's weights and cache, in regions by their tags. Raises ConfigError where there are none."""
+    """A rank's weights, what is made of them, and its cache, in regions of these names: ``weights``, ``copies``,
+    ``kv_cache``. Raises ConfigError where there are no regions."""
 
     def __init__(self, device: torch.device) -> None:
         if sys.platform != "linux":
             raise ConfigError(f"enable_sleep_mode=true works on Linux, not on {sys.platform}; leave it out")
         self._device = device
         self._regions: dict[str, Region] = {}
-        self._asleep: set[str] = set()
-        self._kept: list[torch.Tensor] = []  # the weights' bytes, on the host, while they sleep at level 1
+        self._asleep: set[str] = set()  # names
+        self._kept: HostRegion | None = None  # a GPU's weights, while they sleep at level 1
 
     @property
     def nbytes(self) -> int:
@@ -164,16 +169,16 @@ class SleepingMemory:
         self._regions["kv_cache"] = region
         return region.tensor
 
-    def take_weights(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Move these tensors, whose objects stay the same. Call it before an address of theirs is used.
+    def take(self, name: str, named: Mapping[str, torch.Tensor]) -> None:
+        """Move these tensors to region ``name``. Their objects stay the same. Call it before an address is used.
 
         Raises:
             ConfigError: another tensor shares the memory of one; that could not follow.
         """
         sharing: dict[int, list[str]] = defaultdict(list)  # by address, names of tensors of one storage
-        for name, tensor in named.items():
+        for its, tensor in named.items():
             if tensor.untyped_storage().nbytes():
-                sharing[tensor.untyped_storage().data_ptr()].append(name)
+                sharing[tensor.untyped_storage().data_ptr()].append(its)
         sizes = [named[names[0]].untyped_storage().nbytes() for names in sharing.values()]
         if not sizes:
             return
@@ -186,42 +191,46 @@ class SleepingMemory:
             if self._device.type == "cuda" and start - freed > 2 * _PIECE:  # torch would keep it for itself
                 torch.cuda.empty_cache()
                 freed = start
-        self._regions["weights"] = region
+        self._regions[name] = region
 
     def sleep(self, level: int) -> None:
         """Give back what is awake; at level 1 a GPU's weights are copied to the host first, and a CPU's stay."""
         on_gpu = self._device.type == "cuda"
-        for tag in set(self._regions) - self._asleep:
-            if tag == "weights" and level == 1:
-                if not on_gpu:
-                    continue
-                self._kept = _copied(self._regions[tag].tensor)
-            self._regions[tag].unmap()
-            self._asleep.add(tag)
+        for name, region in self._regions.items():
+            if name in self._asleep or (not on_gpu and level == 1 and name != "kv_cache"):
+                continue
+            if level == 1 and name == "weights":
+                self._kept = HostRegion(len(region.tensor), huge=True)
+                self._kept.tensor.copy_(region.tensor)
+            region.unmap()
+            self._asleep.add(name)
         if on_gpu:
             torch.cuda.empty_cache()
 
-    def wake_up(self, tags: Iterable[str]) -> None:
-        """Have memory for these again, of zeros where nothing was kept.
+    def wake_up(self, tags: Iterable[str]) -> bool:
+        """Have memory for these again, of zeros where nothing was kept. Returns whether weights came back, of which
+        copies have to be made.
 
         Raises:
             RequestError: there is no room for one; it and those behind it sleep on.
         """
-        for tag in [tag for tag in MEMORY_TAGS if tag in tags and tag in self._asleep]:
-            tensor = self._regions[tag].tensor
+        wanted = {"kv_cache"} & set(tags) | ({"weights", "copies"} if "weights" in tags else set())
+        for name in [name for name in self._regions if name in wanted & self._asleep]:
+            tensor = self._regions[name].tensor
             try:
-                self._regions[tag].map(len(tensor))
+                self._regions[name].map(len(tensor))
             except torch.OutOfMemoryError as error:
                 raise RequestError(
-                    f"wake_up: there is no room for {tag}, {len(tensor) / 2**30:.2f} GiB: {error}; free memory and "
+                    f"wake_up: there is no room for {name}, {len(tensor) / 2**30:.2f} GiB: {error}; free memory and "
                     "call it again"
                 ) from error
-            self._asleep.remove(tag)
-            if tag == "weights" and self._kept:
-                for part, kept in zip(tensor.split(_PIECE), self._kept, strict=True):
-                    part.copy_(kept, non_blocking=True)
-                torch.cuda.synchronize()
-                self._kept = []
+            self._asleep.remove(name)
+        kept = self._kept
+        if kept is None or "weights" in self._asleep:
+            return False
+        self._kept = None
+        self._regions["weights"].tensor.copy_(kept.tensor)
+        return True
 
 
 def _move(tensors: Sequence[torch.Tensor], place: torch.Tensor, names: Sequence[str]) -> None:
@@ -238,12 +247,3 @@ def _move(tensors: Sequence[torch.Tensor], place: torch.Tensor, names: Sequence[
             f"enable_sleep_mode=true: the model has another tensor in the memory of {listed(names)}, as a view that it "
             "keeps; it must make such views when it uses them"
         )
-
-
-def _copied(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Its pieces, in pinned memory of the host."""
-    copies = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in tensor.split(_PIECE)]
-    for copy, part in zip(copies, tensor.split(_PIECE), strict=True):
-        copy.copy_(part, non_blocking=True)
-    torch.cuda.synchronize()
-    return copies

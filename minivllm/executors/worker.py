@@ -31,11 +31,11 @@ from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.linear.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder_layer import launch_all_heads
-from minivllm.layers.packed import weights_of
+from minivllm.layers.packed import packed_tensors
 from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights
-from minivllm.models.loader import build_model
+from minivllm.models.loader import build_model, renew_copies
 from minivllm.models.reloading import outside_inference_mode, reload_model
 from minivllm.rounding import cdiv
 
@@ -176,7 +176,8 @@ class Worker:
         if self._sleeping is None or self.runner is None:
             raise was_shut_down()
         with self._on_device(), torch.inference_mode():
-            self._sleeping.wake_up(tags)
+            if self._sleeping.wake_up(tags):
+                renew_copies(cast(nn.Module, self.runner.model))
 
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
@@ -193,7 +194,8 @@ class Worker:
         )  # fmt: skip
         if self.config.enable_sleep_mode:
             self._sleeping = SleepingMemory(device)
-            self._sleeping.take_weights(dict(weights_of(cast(nn.Module, runner.model))))
+            self._sleeping.take("weights", dict(cast(nn.Module, runner.model).named_parameters()))
+            self._sleeping.take("copies", dict(packed_tensors(cast(nn.Module, runner.model))))
             if self._memory is not None:
                 self._memory.beside = self._sleeping.nbytes
         if self.device_type == "cuda":

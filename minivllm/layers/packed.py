@@ -73,9 +73,8 @@ def pack_products(model: nn.Module, products: Mapping[Product, Order]) -> str | 
     return None
 
 
-def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all parameters, and of their packed copies: what loading weights writes, but scales."""
-    yield from model.named_parameters()
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all that packed weights consist of; ``pack_products_again`` writes to them."""
     for path, module in model.named_modules():
         if isinstance(module, Product) and module.packed_weight is not None:
             yield f"{path}.packed_weight.data", module.packed_weight.data

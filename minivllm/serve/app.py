@@ -68,10 +68,13 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
     app.post("/reload_weights")(server.reload_weights)
+    app.post("/sleep")(server.sleep)
+    app.post("/wake_up")(server.wake_up)
     app.post("/ping")(server.health)
     got: dict[str, Callable[..., Any]] = {
         "/v1/models": server.models,
         "/v1/models/{name:path}": server.one_model,
+        "/is_sleeping": server.is_sleeping,
         "/health": server.health,
         "/ping": server.health,
         "/version": server.version,
@@ -309,6 +312,38 @@ class Server:
             raise ClientError(str(error), param=None if body.weights_path is None else "weights_path") from None
         return {"weights_path": body.weights_path, "seconds": round(time.monotonic() - began, 3)}
 
+    # ------------------------------------------------------------------ sleep
+
+    async def sleep(self, request: Request) -> Response:
+        """Goes on if the client leaves."""
+        self._check_sleeps()
+        given = await _query_of(request, "level", "abort")
+        level, abort = given.get("level", ["1"])[-1], given.get("abort", ["false"])[-1]
+        if level not in ("1", "2"):
+            raise ClientError(f"level={level} is neither 1 nor 2", param="level")
+        if abort not in ("true", "false"):
+            raise ClientError(f"abort={abort} is neither true nor false", param="abort")
+        try:
+            await self.engine.sleep(int(level), abort=abort == "true")
+        except RequestError as error:
+            raise ClientError(str(error)) from None
+        return Response()
+
+    async def wake_up(self, request: Request) -> Response:
+        self._check_sleeps()
+        try:
+            await self.engine.wake_up((await _query_of(request, "tags")).get("tags"))
+        except RequestError as error:
+            raise ClientError(str(error), param="tags") from None
+        return Response()
+
+    async def is_sleeping(self) -> dict[str, bool]:
+        return {"is_sleeping": self.engine.is_sleeping}
+
+    def _check_sleeps(self) -> None:
+        if not self.options.enable_sleep_mode:
+            raise ClientError("this server does not sleep; start it with enable_sleep_mode=true", status=403)
+
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> dict[str, Any]:
@@ -351,6 +386,18 @@ class Server:
 def _one_thread() -> ThreadPoolExecutor:
     """For tokenization: a long prompt delays other prompts, not running requests' tokens."""
     return ThreadPoolExecutor(1, "minivllm-tokenizer")
+
+
+async def _query_of(request: Request, *known: str) -> dict[str, list[str]]:
+    """The values of each parameter in the URL, where vLLM has these. Raises ClientError for others, and for a body."""
+    if await request.body() not in (b"", b"{}"):
+        raise ClientError(f"the body is not read; type {request.url.path}?{known[0]}=...")
+    query = request.query_params
+    if unknown := next((key for key in query if key not in known), None):
+        raise ClientError(
+            f"{unknown} is no parameter of {request.url.path}; there is {', '.join(known)}", param=unknown
+        )
+    return {key: query.getlist(key) for key in query}
 
 
 def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -> SamplingParams:

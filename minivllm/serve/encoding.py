@@ -28,13 +28,13 @@ from minivllm.serve.messages import (
     Abort,
     Add,
     AskMetrics,
+    Change,
+    Changed,
     Delivered,
     Died,
     FromEngine,
     Metrics,
     News,
-    Reload,
-    Reloaded,
     ToEngine,
 )
 
@@ -105,7 +105,7 @@ class _Add(msgspec.Struct, array_like=True, tag="Add"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics | Reload)
+_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics | Change)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
@@ -210,17 +210,19 @@ class _News(msgspec.Struct, array_like=True, tag=True):
     outputs: list[_Output]
 
 
-class _Reloaded(msgspec.Struct, array_like=True, tag=True):
+class _Changed(msgspec.Struct, array_like=True, tag=True):
     number: int
     failure: _Failure | None
+    sleeps: bool
 
 
-_from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Reloaded | Died)
+_from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Changed | Died)
 
 
 def encode_from_engine(message: FromEngine) -> bytes:
-    if isinstance(message, Reloaded):
-        return _encoder.encode(_Reloaded(message.number, None if message.error is None else _Failure.of(message.error)))
+    if isinstance(message, Changed):
+        failure = None if message.error is None else _Failure.of(message.error)
+        return _encoder.encode(_Changed(message.number, failure, message.sleeps))
     if not isinstance(message, News):
         return _encoder.encode(message)
     taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
@@ -233,8 +235,9 @@ def encode_from_engine(message: FromEngine) -> bytes:
 def decode_from_engine(data: bytes) -> FromEngine:
     """Outputs have no prompt."""
     message = _from_engine.decode(data)
-    if isinstance(message, _Reloaded):
-        return Reloaded(message.number, None if message.failure is None else message.failure.as_error())
+    if isinstance(message, _Changed):
+        error = None if message.failure is None else message.failure.as_error()
+        return Changed(message.number, error, message.sleeps)
     if not isinstance(message, _News):
         return message
     taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]

@@ -9,9 +9,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from minivllm.core.sleeping import checked_level, checked_tags
 from minivllm.errors import EngineDeadError
 from minivllm.serve.generation import Generation, Interrupted
-from minivllm.serve.messages import Abort, Add, Delivered, Died, FromEngine, News, Reload, Reloaded, ToEngine
+from minivllm.serve.messages import (
+    Abort,
+    Add,
+    Change,
+    Changed,
+    Delivered,
+    Died,
+    FromEngine,
+    News,
+    Reload,
+    Sleep,
+    ToEngine,
+    WakeUp,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +67,9 @@ class EngineClient(ABC):
         self.died: Died | None = None
         self._ended = self._started = False
         self._generations: dict[str, Generation] = {}
-        self._reloads: dict[int, asyncio.Future[None]] = {}  # by their messages' numbers
-        self._num_reloads = 0
+        self._changes: dict[int, asyncio.Future[None]] = {}  # by their messages' numbers
+        self._num_changes = 0
+        self.is_sleeping = False
 
     def start(self) -> None:
         """Call in the event loop that will send requests; again only after ``stop``."""
@@ -65,7 +80,7 @@ class EngineClient(ABC):
         """Running requests get no more outputs. Safe to call twice."""
         self._started = False
         self._generations.clear()
-        self._fail_reloads("the engine was stopped")
+        self._fail_changes("the engine was stopped")
 
     @abstractmethod
     async def metrics(self, model_name: str) -> bytes:
@@ -85,23 +100,41 @@ class EngineClient(ABC):
 
     async def _reload(self, path: Any, iterator: Any = None, *, abort: bool) -> None:
         if iterator is None:
-            await self._ask(path, only_checks=True)
+            await self._ask(Reload, path, None, True)
         if abort:
-            self.check()
-            self._interrupt_all()
-        await self._ask(path, iterator)
+            self._interrupt_all("the weights are being replaced")
+        await self._ask(Reload, path, iterator)
 
-    async def _ask(self, path: Any, iterator: Any = None, *, only_checks: bool = False) -> None:
+    async def sleep(self, level: int = 1, *, abort: bool = False) -> None:
+        """Have the engine sleep as ``LLMEngine.sleep`` does, once the requests that run are done, or, with ``abort``,
+        all that came before have ended with Interrupted. Those that come later wait until it is awake, and has
+        weights. It cannot be cancelled.
+
+        Raises:
+            RequestError: refused; the engine runs on as it was.
+            EngineDeadError: the engine is dead, by this or before.
+        """
+        checked_level(level)
+        if abort:
+            self._interrupt_all("the engine goes to sleep")
+        await self._ask(Sleep, level)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """As ``LLMEngine.wake_up``. Raises as it does."""
+        await self._ask(WakeUp, checked_tags(tags))
+
+    async def _ask(self, change: Callable[..., Change], *arguments: Any) -> None:
         self.check()
-        self._num_reloads += 1
-        answer = self._reloads[self._num_reloads] = self._loop.create_future()
-        self._post(Reload(self._num_reloads, path, iterator, only_checks))
+        self._num_changes += 1
+        answer = self._changes[self._num_changes] = self._loop.create_future()
+        self._post(change(self._num_changes, *arguments))
         await answer
 
-    def _interrupt_all(self) -> None:
+    def _interrupt_all(self, why: str) -> None:
+        self.check()
         self._post(Abort(tuple(self._generations)))
         for generation in set(self._generations.values()):
-            generation.end(Interrupted("the request was aborted, as the weights are being replaced; send it again"))
+            generation.end(Interrupted(f"the request was aborted, as {why}; send it again"))
         self._generations.clear()
 
     @abstractmethod
@@ -171,19 +204,19 @@ class EngineClient(ABC):
             assert error is not None
             generation.end(error)
         self._generations.clear()
-        self._fail_reloads(str(self._why_not()))
+        self._fail_changes(str(self._why_not()))
 
-    def _fail_reloads(self, why: str) -> None:
-        fail(self._reloads.values(), why)
-        self._reloads.clear()
+    def _fail_changes(self, why: str) -> None:
+        fail(self._changes.values(), why)
+        self._changes.clear()
 
     # ------------------------------------------------------------------ what the engine says
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, News):
             self._hear_news(message)
-        elif isinstance(message, Reloaded):
-            self._hear_reloaded(message)
+        elif isinstance(message, Changed):
+            self._hear_changed(message)
         elif isinstance(message, Died):
             self._die(message)
 
@@ -214,8 +247,9 @@ class EngineClient(ABC):
         else:
             self._post(Delivered())
 
-    def _hear_reloaded(self, message: Reloaded) -> None:
-        answer = self._reloads.pop(message.number, None)
+    def _hear_changed(self, message: Changed) -> None:
+        self.is_sleeping = message.sleeps
+        answer = self._changes.pop(message.number, None)
         if answer is None or answer.done():  # whoever asked was told something else, or is gone
             return
         if message.error is None:

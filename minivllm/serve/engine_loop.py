@@ -18,14 +18,17 @@ from minivllm.serve.messages import (
     Abort,
     Add,
     AskMetrics,
+    Change,
+    Changed,
     Delivered,
     Died,
     FromEngine,
     Metrics,
     News,
     Reload,
-    Reloaded,
+    Sleep,
     ToEngine,
+    WakeUp,
 )
 from minivllm.serve.metrics import EngineCollector
 from minivllm.serve.pace import Pace
@@ -82,7 +85,7 @@ class EngineLoop:
         self._inbox, self._tell = inbox, tell
         self._undelivered: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
         self._adds: deque[_Adding] = deque()  # the first may be partly accepted
-        self._reloads: deque[Reload] = deque()
+        self._changes: deque[Change] = deque()
         self._ready: list[RequestOutput] = []  # to be sent with the next ones
         self._slice = _SLICE
 
@@ -153,13 +156,13 @@ class EngineLoop:
         spent, added = 0.0, False
         while spent < self._slice:
             busy = self.engine.has_unfinished_requests()
-            idle = not (taken or self._adds or self._reloads or busy)
+            idle = not (taken or self._may_add or self._changes or busy)
             began = time.perf_counter()
             try:
                 message = self._inbox.get(idle, _HEALTH)
             except queue.Empty:
-                if self._reloads and not (taken or busy or self._has_begun_add):
-                    self._reload(self._reloads.popleft())
+                if self._changes and not (taken or busy or self._has_begun_add):
+                    self._change(self._changes.popleft())
                 elif self._may_add:
                     added = True
                     taken += self._add_next()
@@ -185,8 +188,8 @@ class EngineLoop:
 
     @property
     def _may_add(self) -> bool:
-        """Whether there is something to add that need not wait for other weights."""
-        return self._has_begun_add if self._reloads else bool(self._adds)
+        """Whether there is something to add that need not wait for a change, or for an engine that sleeps."""
+        return self._has_begun_add if self._changes or not self.engine.takes_requests else bool(self._adds)
 
     def _do(self, message: ToEngine) -> None:
         if isinstance(message, Add):
@@ -201,25 +204,27 @@ class EngineLoop:
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
-        elif isinstance(message, Reload):
-            if message.only_checks:
-                self._reload(message)
-            else:
-                self._reloads.append(message)
+        elif isinstance(message, Reload) and message.only_checks:
+            self._change(message)
+        else:
+            self._changes.append(message)
 
-    def _reload(self, message: Reload) -> None:
-        engine = self.engine
+    def _change(self, message: Change) -> None:
+        engine, failed = self.engine, None
         try:
-            if message.only_checks:
+            if isinstance(message, Sleep):
+                engine.sleep(message.level)
+            elif isinstance(message, WakeUp):
+                engine.wake_up(message.tags)
+            elif message.only_checks:
                 engine.check_weights(message.weights_path)
             else:
                 engine.reload_weights(message.weights_path, message.weights_iterator)
         except EngineDeadError:
             raise
-        except Exception as error:  # nothing was written
-            self._tell(Reloaded(message.number, error))
-        else:
-            self._tell(Reloaded(message.number, None))
+        except Exception as error:  # nothing was done
+            failed = error
+        self._tell(Changed(message.number, failed, engine.is_sleeping()))
 
     def _hold_if_many(self) -> None:
         self.engine.hold_outputs = sum(self._undelivered) >= _MANY

@@ -89,6 +89,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
         reasoning_parser=options.reasoning_parser,
         allowed_origins=options.allowed_origins,
         allow_reload=options.allow_reload,
+        enable_sleep_mode=config.enable_sleep_mode,
     )
     return Go(
         server,

@@ -28,7 +28,8 @@ class Generation:
     deltas are merged (otherwise the newest is kept), so that a slow reader holds at most one output per prompt.
 
     Raises, while read:
-        EngineDeadError: the engine died. Aborted: ``abort`` was called. Interrupted: ``reload_weights`` aborted it.
+        EngineDeadError: the engine died. Aborted: ``abort`` was called. Interrupted: ``reload_weights`` or ``sleep``
+            aborted it.
     """
 
     def __init__(

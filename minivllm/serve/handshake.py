@@ -28,6 +28,7 @@ class ServerOptions:
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
     allow_reload: bool = False
+    enable_sleep_mode: bool = False
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):

@@ -53,7 +53,22 @@ class Reload(msgspec.Struct, array_like=True, tag=True, frozen=True):
     only_checks: bool = False
 
 
-ToEngine = Add | Abort | Delivered | AskMetrics | Reload
+class Sleep(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """``LLMEngine.sleep`` once no request runs; those not yet begun wait until it takes requests again."""
+
+    number: int
+    level: int
+
+
+class WakeUp(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """``LLMEngine.wake_up``."""
+
+    number: int
+    tags: list[str]
+
+
+Change = Reload | Sleep | WakeUp  # what needs an engine without requests
+ToEngine = Add | Abort | Delivered | AskMetrics | Change
 
 # --------------------------------------------------------------------------- from the engine
 
@@ -67,11 +82,12 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
-    """The answer to the ``Reload`` of this number; ``error``: why nothing was written."""
+class Changed:
+    """The answer to the ``Change`` of this number; ``error``: why nothing was done. Whether the engine sleeps now."""
 
     number: int
     error: Exception | None
+    sleeps: bool
 
 
 class Metrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -94,4 +110,4 @@ class Died(msgspec.Struct, array_like=True, tag=True, frozen=True):
         return EngineDeadError(f"the engine has stopped: {self.why}")
 
 
-FromEngine = News | Metrics | Reloaded | Died
+FromEngine = News | Metrics | Changed | Died

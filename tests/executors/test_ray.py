@@ -112,7 +112,7 @@ def test_two_nodes_say_what_one_process_says(cluster: Any, tiny_checkpoint: Chec
 
 
 def test_two_nodes_get_other_weights(cluster: Any, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Also after they were idle for longer than a start may make no progress; and one whose file is gone."""
+    """Also after they slept for longer than a start may make no progress; and one whose file is gone."""
     old, new = tiny_checkpoint("qwen3"), tmp_path / "new"
     shutil.copytree(tiny_checkpoint("qwen3", seed=1), new)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -122,10 +122,13 @@ def test_two_nodes_get_other_weights(cluster: Any, tiny_checkpoint: Checkpoints,
 
     with LLM(str(new), device="cpu") as llm:
         expected = say(llm)
-    with LLM(str(old), device="cpu", tp=2, overrides=[*RAY, "+executor.options.start_timeout=20"]) as llm:
+    overrides = [*RAY, "+executor.options.start_timeout=20", "enable_sleep_mode=true"]
+    with LLM(str(old), device="cpu", tp=2, overrides=overrides) as llm:
         first = say(llm)
         llm.engine.executor._hearts.start_timeout = 1.5  # type: ignore[attr-defined]
+        llm.sleep(level=2)
         time.sleep(3)
+        llm.wake_up()
         llm.reload_weights(new)
         assert say(llm) == expected != first
         llm.reload_weights()

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,13 +19,13 @@ from minivllm.executors import messages
 from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.step_bytes import (
     pack_batch,
+    pack_call,
     pack_masks,
-    pack_reload,
     pack_result,
     unpack_batch,
+    unpack_call,
     unpack_masks,
     unpack_profile,
-    unpack_reload,
     unpack_result,
 )
 
@@ -108,11 +107,11 @@ def test_masks_come_back_as_they_were(shape: tuple[int, int]) -> None:
     assert back is not None and same(masks, back) and back.bits.shape == shape and unpack_profile(data) is None
 
 
-@pytest.mark.parametrize("folder", [None, Path("/a folder/ö\udc80")])
-def test_a_folder_of_weights_comes_back_as_it_was(folder: Path | None) -> None:
-    data = bytearray(pack_reload(folder))
-    assert unpack_reload(data) == ("" if folder is None else str(folder))
-    assert unpack_masks(data) is None and unpack_profile(data) is None and unpack_reload(bytearray(b"\xff" * 8)) is None
+@pytest.mark.parametrize("argument", ["", "/a folder=/ö\udc80", "weights,kv_cache"])
+def test_a_call_comes_back_as_it_was(argument: str) -> None:
+    data = bytearray(pack_call("reload_weights", argument))
+    assert unpack_call(data) == ("reload_weights", argument)
+    assert unpack_masks(data) is None and unpack_profile(data) is None and unpack_call(bytearray(b"\xff" * 8)) is None
 
 
 def test_parameters_of_another_sampler_are_refused() -> None:

@@ -98,8 +98,10 @@ RELOAD = """
         except EngineDeadError as error:
             return str(error)
 
-    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
+    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun", "enable_sleep_mode=true"]) as llm:
         say()
+        llm.sleep(level=2)
+        llm.wake_up()
         llm.reload_weights(new)
         say()
         llm.reload_weights()

@@ -124,9 +124,10 @@ def answers_after_sleep(old: Path, new: Path, **options: Any) -> None:
         first, awake, size = say(llm), free(), worker._sleeping.nbytes
         assert first != expected
         llm.sleep()
-        assert free() - awake >= size
+        asleep = free()
+        assert asleep - awake >= size
         llm.wake_up()
-        assert awake - (64 << 20) < free() < awake + size / 2
+        assert asleep - free() >= size
         assert say(llm) == first
         llm.sleep(level=2)
         llm.wake_up(["weights"])
@@ -152,7 +153,7 @@ def test_there_may_be_no_room_to_wake_up() -> None:
     with LLM("demo", device="cuda", enable_sleep_mode=True, gpu_memory_utilization=0.6) as llm:
         first = say(llm)
         llm.sleep()
-        taken = torch.empty(int(free() * 0.7), dtype=torch.uint8, device="cuda")
+        taken = torch.empty(free() - (64 << 20), dtype=torch.uint8, device="cuda")
         with pytest.raises(RequestError, match=r"wake_up: there is no room for kv_cache, .* GiB: .* MiB more"):
             llm.wake_up()
         del taken

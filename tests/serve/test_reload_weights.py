@@ -78,7 +78,7 @@ def test_what_runs_ends_with_the_old_weights_and_what_comes_waits_for_the_new(
     runs = Asked(reloading, COMPLETIONS, **LONG)
     until(lambda: reloading.engine_loop.num_running == 1)
     reload = Asked(reloading, RELOAD, weights_path=str(new))
-    until(lambda: bool(reloading.engine_loop._reloads))
+    until(lambda: bool(reloading.engine_loop._changes))
     comes = Asked(reloading, COMPLETIONS, **SHORT)
     until(lambda: reloading.engine_client.num_completions == 2)
     assert reloading.engine.num_unfinished_requests == 1 and runs.is_alive()
@@ -137,7 +137,7 @@ def test_nobody_waits_or_is_aborted_for_a_folder_that_is_refused(
         told(reply, 400, "does not exist", "weights_path")
     assert runs.is_alive() and reloading.engine_loop.num_running == 1
     reload = Asked(reloading, RELOAD, weights_path=str(new))
-    until(lambda: bool(reloading.engine_loop._reloads))
+    until(lambda: bool(reloading.engine_loop._changes))
     comes = Asked(reloading, COMPLETIONS, **SHORT)
     until(lambda: reloading.engine_loop.num_waiting == 1)
     told(reloading.post(RELOAD, weights_path=str(tmp_path), abort=True), 400, "config.json", "weights_path")
