@@ -20,6 +20,7 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.overrides import definer
 from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
+from minivllm.models.lora_config import lora_folder, read_lora_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
 from minivllm.rounding import cdiv
@@ -45,6 +46,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
     registry = default_registry()
     path, model_config = find_model(config)
+    if (lora := lora_folder(config.model.lora)) is not None:
+        read_lora_config(lora)  # refused before ranks start
     component, option = registry.model_for_architecture(model_config.architecture), config.model.name
     check_options("model", config.model.options, [component], typed=None if option == "checkpoint" else option)
     model_config = replace(model_config, options=config.model.options)
@@ -191,13 +194,14 @@ def find_weights(
         )
     if not isinstance(weights_path, str | os.PathLike | None) or weights_path == "":
         raise RequestError(f"weights_path={shown(weights_path)} is not the path of a folder")
+    lora = None  # weights that are given are taken as they are
     if weights_path is None:
-        folder, key = fetch(config.model), "model.path"
+        folder, key, lora = fetch(config.model), "model.path", lora_folder(config.model.lora)
     else:  # ranks may run in another folder
         folder, key = Path(os.path.abspath(os.path.expanduser(weights_path))), "weights_path"
     registry = default_registry()
     name = registry.model_for_architecture(model_config.architecture).name
-    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key)
+    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key, lora)
     return None if weights_path is None else folder  # each rank finds its own itself
 
 
