@@ -45,9 +45,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     from minivllm.plugins.manager import default_registry
 
     registry = default_registry()
+    _check_adapter(config)
     path, model_config = find_model(config)
-    if (lora := lora_folder(config.model.lora)) is not None:
-        read_lora_config(lora)  # refused before ranks start
     component, option = registry.model_for_architecture(model_config.architecture), config.model.name
     check_options("model", config.model.options, [component], typed=None if option == "checkpoint" else option)
     model_config = replace(model_config, options=config.model.options)
@@ -168,6 +167,17 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
         return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
     path = fetch(options)
     return path, read_model_config(path, read)
+
+
+def _check_adapter(config: EngineConfig) -> None:
+    """Raise what can be said against ``model.lora`` without reading tensors."""
+    if config.model.lora is not None and config.load_format == "dummy":
+        raise ConfigError(
+            f"model.lora={config.model.lora} with load_format=dummy: an adapter is merged into a model's weights, and "
+            "random ones are none; leave one out"
+        )
+    if (folder := lora_folder(config.model.lora)) is not None:
+        read_lora_config(folder)
 
 
 def find_weights(

@@ -74,11 +74,6 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
     if model.lora is not None:
-        if tree.load_format.value == "dummy":
-            raise ConfigError(
-                f"model.lora={model.lora} with load_format=dummy: an adapter is merged into its model's weights, and "
-                "random ones are none; leave one out"
-            )
         folder = os.path.expanduser(model.lora)
         if os.path.isdir(folder) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model.lora):  # ranks may run elsewhere
             model.lora = os.path.abspath(folder)

@@ -21,6 +21,7 @@ from minivllm.naming import listed
 
 _LOW_RANK = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PREFIX = "base_model.model."
+_Problems = defaultdict[str, list[str]]  # what is wrong -> of which tensors
 
 
 @dataclass(slots=True)
@@ -156,9 +157,6 @@ class Adapter:
                 f"model.lora={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this model, "
                 f"and complete? If so, {MERGE_ELSEWHERE}"
             )
-
-
-_Problems = defaultdict[str, list[str]]
 
 
 def merged_weights(folder: Path, adapter: Adapter, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
