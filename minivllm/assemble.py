@@ -20,6 +20,7 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.overrides import definer
 from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
+from minivllm.models.lora_config import lora_folder, read_lora_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
 from minivllm.rounding import cdiv
@@ -44,6 +45,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     from minivllm.plugins.manager import default_registry
 
     registry = default_registry()
+    _check_adapter(config)
     path, model_config = find_model(config)
     component, option = registry.model_for_architecture(model_config.architecture), config.model.name
     check_options("model", config.model.options, [component], typed=None if option == "checkpoint" else option)
@@ -167,6 +169,17 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
     return path, read_model_config(path, read)
 
 
+def _check_adapter(config: EngineConfig) -> None:
+    """Raise what can be said against ``model.lora`` without reading tensors."""
+    if config.model.lora is not None and config.load_format == "dummy":
+        raise ConfigError(
+            f"model.lora={config.model.lora} with load_format=dummy: an adapter is merged into a model's weights, and "
+            "random ones are none; leave one out"
+        )
+    if (folder := lora_folder(config.model.lora)) is not None:
+        read_lora_config(folder)
+
+
 def find_weights(
     config: EngineConfig, model_config: ModelConfig, weights_path: Any, weights_iterator: Any
 ) -> Path | Iterable[tuple[str, torch.Tensor]] | None:
@@ -191,13 +204,14 @@ def find_weights(
         )
     if not isinstance(weights_path, str | os.PathLike | None) or weights_path == "":
         raise RequestError(f"weights_path={shown(weights_path)} is not the path of a folder")
+    lora = None  # weights that are given are taken as they are
     if weights_path is None:
-        folder, key = fetch(config.model), "model.path"
+        folder, key, lora = fetch(config.model), "model.path", lora_folder(config.model.lora)
     else:  # ranks may run in another folder
         folder, key = Path(os.path.abspath(os.path.expanduser(weights_path))), "weights_path"
     registry = default_registry()
     name = registry.model_for_architecture(model_config.architecture).name
-    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key)
+    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key, lora)
     return None if weights_path is None else folder  # each rank finds its own itself
 
 

@@ -112,12 +112,13 @@ def _meant(flag: str, value: str) -> str:
     """A suggestion for an unknown flag: a key written with dashes, as in other programs, or a similar flag."""
     from minivllm.config.keys import keys_of
     from minivllm.config.modes import MODES
+    from minivllm.config.vllm_names import lora_hint
     from minivllm.naming import did_you_mean
 
     name = flag.lstrip("-").replace("-", "_")
     if any(name in (key, key.partition(".")[0]) for mode in MODES.values() for key in keys_of(mode.schema)):
         return f" Did you mean {name}={value or '...'}?"
-    return did_you_mean(flag, _FLAGS)
+    return lora_hint(name) or did_you_mean(flag, _FLAGS)
 
 
 def _model(word: str) -> str:

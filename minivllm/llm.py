@@ -19,7 +19,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, of_prompt, shown
-from minivllm.missing import missing_method, refuse
+from minivllm.missing import OF_LORA, missing_method, refuse
 from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
 
@@ -43,6 +43,7 @@ _OnOutput = Callable[[int, "RequestOutput"], None]  # gets a prompt's index and 
 _INSTEAD = {field.name: f"give SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
+    **OF_LORA,
     "stream": "LLMEngine's step returns the tokens of each step",
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from minivllm import LLM
 from minivllm.backends.torch import TorchBackend
@@ -20,6 +21,7 @@ from minivllm.core.interfaces import AttentionBackend, AttentionSpec, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.layers.linear import split_heads
+from minivllm.models.loader import iterate_safetensors
 from minivllm.testing import checkpoints as testing
 from minivllm.testing.checkpoints import (
     ASSISTANT,
@@ -46,6 +48,7 @@ __all__ = [
     "plan_late",
     "reference_model",
     "reference_tokens",
+    "save_adapter",
     "save_checkpoint",
     "small_steps",
     "stand_in_for_prompt_graphs",
@@ -66,6 +69,38 @@ def save_checkpoint(
 
     model_class = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[architecture]
     return random_checkpoint(folder, model_class, TINY | config, seed=seed, shards=shards, chat=chat)
+
+
+def save_adapter(
+    folder: Path, checkpoint: Path, modules: Sequence[str], *, rank: int = 4, seed: int = 0, **config: Any
+) -> dict[str, torch.Tensor]:
+    """A random LoRA adapter, as PEFT's save_pretrained writes it; returns B @ A by the name of the checkpoint's tensor.
+
+    ``modules``: ends of names. ``config``: keys of adapter_config.json, whose lora_alpha is twice the rank.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors, products = {}, {}
+    for name, weight in iterate_safetensors(checkpoint):
+        module = name.removesuffix(".weight")
+        if module.endswith(tuple(modules)):
+            a, b = (
+                0.1 * torch.randn(shape, generator=generator)
+                for shape in ((rank, weight.shape[1]), (len(weight), rank))
+            )
+            tensors |= {f"base_model.model.{module}.lora_{x}.weight": part for x, part in (("A", a), ("B", b))}
+            products[name] = b @ a
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "some/model", "inference_mode": True,
+        "r": rank, "lora_alpha": 2 * rank, "lora_dropout": 0.05, "bias": "none", "use_rslora": False, "use_dora": False,
+        "target_modules": list(modules), "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+        "fan_in_fan_out": False, "init_lora_weights": True, "layers_pattern": None, "layers_to_transform": None,
+        "loftq_config": {}, "megatron_config": None, "megatron_core": "megatron.core", "revision": None,
+        "auto_mapping": None, "peft_version": "0.18.0", "qalora_group_size": 16, "exclude_modules": None,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(said | config))
+    return products
 
 
 def edit_json(file: Path, *drop: str, **changes: Any) -> None:

@@ -18,6 +18,7 @@ class ModelOptions:
     tokenizer: str | None = None
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

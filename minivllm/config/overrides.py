@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.config.keys import Key, keys_of
 from minivllm.config.modes import MODES
 from minivllm.config.schema import EngineSchema
-from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
+from minivllm.config.vllm_names import NEGATED, VLLM_NAMES, lora_hint
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
@@ -130,6 +130,8 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
     if others:
         place = "an engine's overrides" if engine_only else f"mode {mode}"
         return f"{override.text}: {name} is a key of mode {' and '.join(others)}, not of {place}"
+    if hint := lora_hint(name):
+        return f"{override.text}: there is no key {name}.{hint}"
     inner = [k for k in keys if k.startswith(name + ".")]
     if inner:
         return f"{override.text}: {name} holds several keys; set one of {listing(sorted(inner))}"

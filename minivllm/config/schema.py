@@ -77,6 +77,9 @@ class ModelSchema:
     repo: str | None = key(None, "the repository on the Hugging Face Hub", text=True)
     revision: str | None = key(None, "its branch, tag or commit", text=True)
     tokenizer: str | None = key(None, "another tokenizer: a folder, a repository or a model option's name", text=True)
+    lora: str | None = key(
+        None, "a LoRA adapter that is merged into the weights when they are read: a folder or a repository", text=True
+    )
     hf_config: dict[str, Any] = key(dict, "the published config.json, which load_format=dummy builds from")
     options: dict[str, Any] = key(dict, "the model's own settings")
 

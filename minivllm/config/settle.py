@@ -60,7 +60,7 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
-    """Let a checkpoint's shape replace the option's; make ``model.path`` absolute.
+    """Let a checkpoint's shape replace the option's; make ``model.path`` and ``model.lora`` absolute.
 
     Raises ConfigError if a typed shape would be ignored, or if there is neither a shape nor a checkpoint.
     """
@@ -73,6 +73,10 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
         )
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
+    if model.lora is not None:
+        folder = os.path.expanduser(model.lora)
+        if os.path.isdir(folder) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model.lora):  # ranks may run elsewhere
+            model.lora = os.path.abspath(folder)
     if model.path is not None or "model.repo" in final:
         source = f"model.path={model.path}" if model.path is not None else f"model.repo={model.repo}"
         if shape:

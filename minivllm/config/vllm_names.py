@@ -56,7 +56,8 @@ LOAD_FORMATS = {"safetensors": "auto"}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
-_LORA = "it belongs to enable_lora, which is not supported yet"
+_MERGED = "adapters per request are not supported; one is merged into the weights at load: model.lora=DIR"
+_LORA = "it belongs to enable_lora, which is not supported: type overrides=['model.lora=DIR'] to merge an adapter"
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
@@ -86,7 +87,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
     "enable_expert_parallel": ((False,), "not supported"),
     "enable_log_requests": ((False,), "type `minivllm serve log_requests=true`"),
-    "enable_lora": ((False,), "not supported yet"),
+    "enable_lora": ((False,), f"{_MERGED} in overrides=[...]"),
     "enable_prompt_embeds": ((False,), "not supported"),
     "fully_sharded_loras": ((bool,), _LORA),
     # "auto" is vLLM's default; "vllm" is what happens here.
@@ -280,6 +281,11 @@ def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     if len(lengths) == 1:  # as in vLLM, both
         given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), lengths[0])
     return {f"scheduler.{name}": value for name, value in given.items()}
+
+
+def lora_hint(name: str) -> str:
+    """What to type instead of a setting of vLLM's adapters, with a leading space; empty for other names."""
+    return f" {_MERGED[0].upper()}{_MERGED[1:]}." if "lora" in name.lower() else ""
 
 
 def _is_of(value: Any, neutral: Any) -> bool:

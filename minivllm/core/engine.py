@@ -34,7 +34,7 @@ from minivllm.errors import (
     place_of,
     was_shut_down,
 )
-from minivllm.missing import missing_method, refuse
+from minivllm.missing import OF_LORA, missing_method, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,7 +167,7 @@ class LLMEngine:
         self.check_health()
         self._sleeping.refuse_requests()
         if others:
-            refuse(others, _NEUTRAL)
+            refuse(others, _NEUTRAL, OF_LORA)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,8 @@ from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights
 from minivllm.models.loader import build_model, renew_copies
+from minivllm.models.lora import Adapter
+from minivllm.models.lora_config import lora_folder
 from minivllm.models.reloading import outside_inference_mode, reload_model
 from minivllm.rounding import cdiv
 
@@ -157,12 +159,22 @@ class Worker:
 
     @torch.inference_mode()
     def _reload(self, runner: ModelRunner, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        folder = fetch(self.config.model) if weights is None else weights
-        given = float_weights(folder, runner.device) if isinstance(folder, Path) else outside_inference_mode(folder)
+        if weights is None:
+            given = self._checkpoint(runner.device)
+        elif isinstance(weights, Path):
+            given = float_weights(weights, runner.device)
+        else:
+            given = outside_inference_mode(weights)
         reload_model(runner.model, given)
         if self.device_type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
+
+    def _checkpoint(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the engine's own checkpoint, with its adapter merged."""
+        options = self.config.model
+        lora = lora_folder(options.lora)
+        return float_weights(fetch(options), device, None if lora is None else Adapter(lora, self.model_config))
 
     def sleep(self, level: int) -> None:
         """See ``Executor.sleep``; from any thread, like ``launch``."""
@@ -220,7 +232,7 @@ class Worker:
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
-                config.seed if dummy else float_weights(fetch(config.model), device), self.max_model_len,
+                config.seed if dummy else self._checkpoint(device), self.max_model_len,
                 config.quantization,
             )  # fmt: skip
             self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec))
@@ -310,7 +322,8 @@ class Worker:
         """What is kept how, for people."""
         kept = self.dtype if self.config.quantization == "none" else self.config.quantization
         cache = ", fp8 cache" if self.config.cache.dtype == "fp8" else ""
-        return f"{kept} weights{', packed' if self.packed_weights else ''}{cache}"
+        lora = ", LoRA merged" if self.config.model.lora is not None else ""
+        return f"{kept} weights{lora}{', packed' if self.packed_weights else ''}{cache}"
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"

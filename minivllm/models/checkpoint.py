@@ -35,10 +35,11 @@ def fetch(options: ModelOptions) -> Path:
     raise CheckpointError(f"model={options.name} names neither a folder nor a repository; set model.path=DIR")
 
 
-def download(repo: str, revision: str | None = None, *, offline: bool = False, weights: bool = True) -> Path:
-    """Download a repository's config, tokenizer and, with ``weights``, safetensors, or find them in the local cache."""
+def download(repo: str, revision: str | None = None, *, offline: bool = False, key: str = "model.path") -> Path:
+    """Download a repository's config, tokenizer and safetensors, or find them in the local cache. ``key``: where the
+    user could give a folder instead; without weights for model.tokenizer."""
     if offline and not _is_cached(repo):
-        raise _cannot_fetch(repo, _NOT_CACHED, weights)
+        raise _cannot_fetch(repo, _NOT_CACHED, key)
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -47,7 +48,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
                 repo,
                 revision=revision,
                 allow_patterns=_DOWNLOADED,
-                ignore_patterns=_NOT_DOWNLOADED if weights else [*_NOT_DOWNLOADED, _WEIGHTS],
+                ignore_patterns=[*_NOT_DOWNLOADED, _WEIGHTS] if key == "model.tokenizer" else _NOT_DOWNLOADED,
                 local_files_only=offline,
             )
         )
@@ -56,7 +57,6 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
             f"{repo} is gated: accept its licence on its page, run `hf auth login`, then `hf download {repo}`"
         ) from error
     except errors.HFValidationError as error:
-        key = "model.path" if weights else "model.tokenizer"
         raise CheckpointError(f"{repo} is not a repository's name, ORG/NAME; for a folder pass {key}=DIR") from error
     except Exception as error:  # its own errors, its HTTP library's, OSError and ValueError
         not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {one_line(error)})"
@@ -64,7 +64,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
             errors.RevisionNotFoundError: f"it has no revision {revision!r}",
         }
-        raise _cannot_fetch(repo, reasons.get(type(error), not_cached), weights) from error
+        raise _cannot_fetch(repo, reasons.get(type(error), not_cached), key) from error
 
 
 _NOT_CACHED = "it is not in the local cache and cannot be downloaded from here"
@@ -77,11 +77,11 @@ def _is_cached(repo: str) -> bool:
     return (Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir()
 
 
-def _cannot_fetch(repo: str, reason: str, weights: bool) -> CheckpointError:
-    then = "model.path=DIR, or try the shape alone with load_format=dummy" if weights else "model.tokenizer=DIR"
+def _cannot_fetch(repo: str, reason: str, key: str) -> CheckpointError:
+    otherwise = ", or try the shape alone with load_format=dummy" if key == "model.path" else ""
     return CheckpointError(
         f"cannot fetch {repo}: {reason}; on a connected machine run `hf download {repo} --local-dir DIR` "
-        f"and pass {then}"
+        f"and pass {key}=DIR{otherwise}"
     )
 
 
@@ -118,7 +118,9 @@ def read_model_config(
         inner = [] if found else sorted(p.parent for p in path.glob("*/config.json"))
         adapter = not found and (path / "adapter_config.json").is_file()
     if adapter:
-        hint = f"merge it into its model with PEFT's merge_and_unload and save_pretrained, and pass {key}=DIR of that"
+        hint = f"pass its model as {key}, and model.lora={path}"
+        if key == "weights_path":
+            hint = "it takes whole checkpoints; an engine with model.lora reads its adapter again without weights_path"
         raise CheckpointError(f"{path} holds an adapter (adapter_config.json), no model; {hint}")
     if not found:
         hint = f"did you mean {key}={inner[0]}?" if inner else f"pass {key}=DIR, a folder in that layout"

@@ -14,6 +14,7 @@ from minivllm.errors import CheckpointError
 from minivllm.models.checkpoint import read_quantization
 from minivllm.models.fp8_config import Fp8Config
 from minivllm.models.loader import iterate_safetensors
+from minivllm.models.lora import Adapter, merged_weights
 from minivllm.naming import listed
 from minivllm.rounding import cdiv
 
@@ -30,9 +31,13 @@ _NOT_OF_WEIGHTS = (
 )  # fmt: skip
 
 
-def float_weights(folder: Path, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor of a checkpoint; weights in FP8 become float32 on ``device``."""
-    return dequantized(iterate_safetensors(folder), read_quantization(folder), device)
+def float_weights(
+    folder: Path, device: torch.device | str, adapter: Adapter | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor of a checkpoint, with the ``adapter`` merged; weights in FP8 become float32 on
+    ``device``."""
+    weights = iterate_safetensors(folder) if adapter is None else merged_weights(folder, adapter, device)
+    return dequantized(weights, read_quantization(folder), device)
 
 
 def dequantized(

@@ -33,7 +33,7 @@ from minivllm.naming import listed
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Tensors that old checkpoints contain and no model reads: tables computed from the config.
 HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 # --------------------------------------------------------------------------- reading the tensors
@@ -41,20 +41,30 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every tensor, file by file. Tensors are views of a memory-mapped file: slice before copying."""
+    for file in _safetensors_files(Path(path)):
+        yield from tensors_in(file)
+
+
+def tensors_in(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor of a safetensors file, likewise."""
     from safetensors import SafetensorError, safe_open
 
-    for file in _safetensors_files(Path(path)):
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.offset_keys():  # in file order, so that reads are sequential
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            with file.open("rb") as head:
-                pointer = b"git-lfs" in head.read(64)
-            why = f"is damaged or truncated ({error}); fetch the file again"
-            if pointer:
-                why = "is a Git LFS pointer; run `git lfs pull` in its folder"
-            raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for name in tensors.offset_keys():  # in file order, so that reads are sequential
+                yield name, tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        with file.open("rb") as head:
+            pointer = b"git-lfs" in head.read(64)
+        why = f"is damaged or truncated ({error}); fetch the file again"
+        if pointer:
+            why = "is a Git LFS pointer; run `git lfs pull` in its folder"
+        raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
+
+
+def shapes_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor, without its numbers: on the meta device."""
+    return ((name, torch.empty_like(tensor, device="meta")) for name, tensor in iterate_safetensors(path))
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -121,7 +131,7 @@ def load_weights(
         expected = whole_of(param, shard_id)
         if tuple(tensor.shape) != expected.shape:
             misfits.append(f"{name} {list(tensor.shape)} where the model has {list(expected.shape)}")
-        elif tensor.dtype not in _FLOATS:
+        elif tensor.dtype not in FLOATS:
             misfits.append(f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}")
         else:
             getattr(param, "weight_loader", load_piece)(param, tensor, shard_id)

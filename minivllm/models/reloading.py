@@ -17,7 +17,8 @@ from minivllm.errors import CheckpointError, EngineDeadError, RequestError, desc
 from minivllm.layers.parameter import scales_of
 from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized
-from minivllm.models.loader import iterate_safetensors, refuse_unscaled, renew_copies
+from minivllm.models.loader import refuse_unscaled, renew_copies, shapes_of
+from minivllm.models.lora import Adapter
 from minivllm.models.upload import PinnedUpload
 from minivllm.naming import listed
 
@@ -32,19 +33,24 @@ def check_folder(
     model_class: type[Model],
     read: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     key: str,
+    lora: Path | None = None,
 ) -> None:
-    """Read all of a checkpoint but its tensors' numbers. ``read``, ``key``: as in ``read_model_config``.
+    """Read all of a checkpoint but its tensors' numbers. ``read``, ``key``: as in ``read_model_config``. ``lora``: the
+    folder of an adapter that is merged into it.
 
     Raises:
-        CheckpointError: it is none, one of another model, or its files or tensors are not those that the model loads.
+        CheckpointError: it is none, one of another model, or its files or tensors are not those that the model loads;
+            or not those that the adapter changes.
     """
     if different := model_config.differences(read_model_config(folder, read, key)):
         raise CheckpointError(
             f"{key}={folder} is a checkpoint of another model than the engine's: {listed(different, 4)}; make a new "
             "engine of it"
         )
-    names = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in iterate_safetensors(folder))
-    weights = dequantized(names, read_quantization(folder), "meta")
+    shapes = shapes_of(folder)
+    if lora is not None:
+        shapes = Adapter(lora, model_config).merge(shapes, "meta")
+    weights = dequantized(shapes, read_quantization(folder), "meta")
     with torch.device("meta"):
         model = model_class(model_config, TensorParallel())
     try:

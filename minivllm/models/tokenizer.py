@@ -357,7 +357,7 @@ def tokenizer_folder(name: str) -> Path:
         raise CheckpointError(
             f"model.tokenizer={name} does not exist; pass a folder that holds {_FILES[0]}, or ORG/NAME"
         )
-    return download(name, weights=False)
+    return download(name, key="model.tokenizer")
 
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

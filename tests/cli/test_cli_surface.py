@@ -61,6 +61,14 @@ def test_overrides_and_flags_come_in_any_order() -> None:
         (["generate", "Hello, world"], "A prompt is typed as prompts='...'"),
         (["Qwen/Qwen3-4B"], "neither a mode nor key=value. For the model type model=qwen3-4b. Modes:"),
         (["--helpp"], "Did you mean --help?"),
+        (
+            ["serve", "--enable-lora"],
+            "there is no such flag. Adapters per request are not supported; one is merged into",
+        ),
+        (
+            ["serve", "--lora-modules", "a=b"],
+            "into the weights at load: model.lora=DIR. Settings are typed as key=value",
+        ),
         (["--foo"], "there is no such flag. Settings are typed as key=value"),
         (["--max-tokens", "3"], "Did you mean max_tokens=...? Settings are typed as key=value"),
         (["--model=qwen3"], "Did you mean model=qwen3?"),
@@ -199,7 +207,7 @@ def test_vllms_modules_are_as_light_as_what_is_in_them(tmp_path: Path) -> None:
         ("minivllm", "EngineArgs", "give LLM"),
         ("minivllm", "AsyncEngineArgs", "minivllm serve"),
         ("minivllm", "AsyncLLMEngine", "minivllm serve"),
-        ("minivllm", "LoRARequest", "merge the adapter"),
+        ("minivllm", "LoRARequest", r"model.lora=DIR'\]\) merges one adapter"),
         ("minivllm", "PoolingParams", "generate text"),
         ("minivllm.sampling_params", "BeamSearchParams", "n="),
         ("minivllm.sampling_params", "GuidedDecodingParams", "structured_outputs=StructuredOutputsParams"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import FAULTY_LOADER
-from helpers import edit_json
+from helpers import edit_json, save_adapter
 from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
@@ -65,6 +65,29 @@ def test_two_ranks_say_what_one_new_engine_says(
         assert say(llm) != first
     if quantization == "none":
         assert alone(new) != first == alone(old)
+
+
+def test_two_ranks_merge_an_adapter_as_one_does(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, tmp_path: Path
+) -> None:
+    """Of parts of stacked weights, cut along either dimension; and again what is in its folder when they reload."""
+    folder, key = tiny_checkpoint("qwen3"), f"model.lora={tmp_path / 'adapter'}"
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    save_adapter(tmp_path / "adapter", folder, modules)
+    with make(folder, key) as llm:
+        first = say(llm)
+        assert first == alone(folder, key) != alone(folder)
+        save_adapter(tmp_path / "adapter", folder, modules, seed=1)
+        llm.reload_weights()
+        assert say(llm) == alone(folder, key) != first
+        llm.reload_weights(folder)
+        assert say(llm) == alone(folder)
+        edit_json(tmp_path / "adapter/adapter_config.json", r=5)
+        with pytest.raises(CheckpointError, match=r"28 misshapen: .*lora_A.weight \[4, 64\] where .* rank 5"):
+            llm.reload_weights()
+        assert say(llm) == alone(folder)
+    with pytest.raises(CheckpointError, match="28 misshapen"):
+        make(folder, key)
 
 
 # --------------------------------------------------------------------------- ranks that fail

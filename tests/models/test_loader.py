@@ -72,7 +72,7 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), r"has no config.json.*pass model.path=DIR"),
         (
             lambda f: (f / "config.json").rename(f / "adapter_config.json"),
-            "holds an adapter .adapter_config.json., no model; merge it into its model with PEFT's merge_and_unload",
+            "holds an adapter .adapter_config.json., no model; pass its model as model.path, and model.lora=",
         ),
         (lambda f: (f / "config.json").write_text("{,"), r"config.json is not readable as JSON"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), r"config.json is not readable as JSON"),

@@ -1,0 +1,166 @@
+"""Merges a LoRA adapter into a checkpoint's tensors while they are read, so that whoever loads them sees plain weights.
+
+Nothing of the adapter is left afterwards, and steps cost what they do without one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from minivllm.core.model_config import ModelConfig
+from minivllm.errors import CheckpointError
+from minivllm.models.loader import FLOATS, iterate_safetensors, shapes_of, tensors_in
+from minivllm.models.lora_config import MERGE_ELSEWHERE, TENSORS, read_lora_config
+from minivllm.naming import listed
+
+_LOW_RANK = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_PREFIX = "base_model.model."
+_Problems = defaultdict[str, list[str]]  # what is wrong -> of which tensors
+
+
+@dataclass(slots=True)
+class _Change:
+    """What an adapter has for one of the checkpoint's tensors, W, (out, in): A and B, or another W, or all three."""
+
+    a: torch.Tensor | None = None  # (rank, in)
+    b: torch.Tensor | None = None  # (out, rank)
+    factor: float = 0.0
+    whole: torch.Tensor | None = None
+    names: list[str] = field(default_factory=list)  # the adapter's
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """Those of what it has, which are W's if it fits."""
+        found = set() if self.whole is None else {tuple(self.whole.shape)}
+        if self.a is not None and self.b is not None:
+            found.add((self.b.shape[0], self.a.shape[1]))
+        return found
+
+    def applied(self, weight: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """The merged tensor, computed in float32 on ``device``, and rounded to the weight's dtype."""
+        base = weight if self.whole is None else self.whole
+        if self.a is None or self.b is None:
+            return base.to(weight.dtype)
+        floats = torch.promote_types(weight.dtype, torch.float32)
+        base, b, a = (_placed(its, device).to(floats) for its in (base, self.b, self.a))
+        return torch.addmm(base, b, a, alpha=self.factor).to(weight.dtype)
+
+
+def _placed(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    if tensor.device == torch.device(device):
+        return tensor
+    return torch.empty_like(tensor, device=device).copy_(tensor)  # a copy of the kind that PinnedUpload does
+
+
+class Adapter:
+    """The adapter in a folder, for a checkpoint of ``model_config``.
+
+    Raises:
+        CheckpointError: it cannot be merged, or is incomplete; the message names the tensors.
+    """
+
+    def __init__(self, folder: Path, model_config: ModelConfig) -> None:
+        self._folder, self._config = folder, read_lora_config(folder)
+        self._changes: defaultdict[str, _Change] = defaultdict(_Change)  # by the checkpoint's tensor
+        problems: _Problems = defaultdict(list)
+        for name, tensor in tensors_in(folder / TENSORS):
+            self._take(name, tensor, problems)
+        for target, change in self._changes.items():
+            self._check(target, change, problems)
+        whole = [f".{target}." for target, change in self._changes.items() if change.whole is not None]
+        for saved in self._config.modules_to_save:
+            if not any(f".{saved}." in target for target in whole):
+                problems["missing"].append(f"{saved}, which modules_to_save names")
+        if not self._changes and not problems:
+            problems["missing"].append("all")
+        if not problems and model_config.tie_word_embeddings:
+            embeddings = (model_config.vocab_size, model_config.hidden_size)
+            of_one = [name for its in self._changes.values() if embeddings in its.shapes for name in its.names]
+            problems["for the embeddings or the head alone, which are one here (tie_word_embeddings)"] = of_one
+        self._refuse("cannot be merged", problems)
+
+    def _take(self, name: str, tensor: torch.Tensor, problems: _Problems) -> None:
+        if low_rank := _LOW_RANK.fullmatch(name):
+            target = f"{low_rank[1]}.weight"
+            change = self._changes[target]
+            change.factor = self._config.factor_of(low_rank[1])
+            setattr(change, low_rank[2].lower(), tensor)
+        elif name.startswith(_PREFIX) and "lora_" not in name:
+            target = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # PEFT saves the latter of an LM head
+            change = self._changes[target]
+            if change.whole is not None:
+                problems["beside another of the same place"].append(name)
+            change.whole = tensor
+        else:
+            problems["neither lora_A and lora_B of linear layers nor whole tensors"].append(name)
+            return
+        change.names.append(name)
+        if tensor.dtype not in FLOATS:
+            problems["misshapen"].append(f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}")
+
+    def _check(self, target: str, change: _Change, problems: _Problems) -> None:
+        module = target.removesuffix(".weight")
+        rank = self._config.rank_of(module)
+        for letter, part, dim in (("A", change.a, 0), ("B", change.b, 1)):
+            name = f"{_PREFIX}{module}.lora_{letter}.weight"
+            if part is None:
+                if change.a is not change.b:  # it has the other
+                    problems["missing"].append(name)
+            elif part.dim() != 2 or part.shape[dim] != rank:
+                problems["misshapen"].append(f"{name} {list(part.shape)} where adapter_config.json says rank {rank}")
+
+    def merge(
+        self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device | str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every tensor of a checkpoint, merged where the adapter changes it.
+
+        Raises:
+            CheckpointError: at the first tensor in FP8; or after the last one, naming each of the adapter's that was
+                not used exactly once.
+        """
+        problems: _Problems = defaultdict(list)
+        used: set[str] = set()
+        for name, tensor in weights:
+            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
+                raise CheckpointError(
+                    f"model.lora={self._folder}: the checkpoint is in FP8 ({name}), and an adapter is merged only into "
+                    "one that is not; use the model's bfloat16 or float16 checkpoint, and for weights in FP8 "
+                    "quantization=fp8"
+                )
+            change = self._changes.get(name)
+            if change is None:
+                yield name, tensor
+            elif name in used:
+                problems["for a tensor that the checkpoint has twice"] += change.names
+            elif wrong := change.shapes - {tuple(tensor.shape)}:
+                its = " and ".join(str(list(shape)) for shape in sorted(wrong))
+                problems["misshapen"].append(f"for {name} {its} where the checkpoint has {list(tensor.shape)}")
+            else:
+                yield name, change.applied(tensor, device)
+            used.add(name)
+        for target, change in self._changes.items():
+            if target not in used:
+                problems["for no tensor of the checkpoint"] += change.names
+        self._refuse("does not fit the checkpoint", problems)
+
+    def _refuse(self, what: str, problems: _Problems) -> None:
+        """Raises CheckpointError if there is any."""
+        found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+        if found:
+            raise CheckpointError(
+                f"model.lora={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this model, "
+                f"and complete? If so, {MERGE_ELSEWHERE}"
+            )
+
+
+def merged_weights(folder: Path, adapter: Adapter, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor of a checkpoint, merged. What does not fit is refused before any is read."""
+    for _ in adapter.merge(shapes_of(folder), "meta"):
+        pass
+    yield from adapter.merge(iterate_safetensors(folder), device)
