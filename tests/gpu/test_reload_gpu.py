@@ -1,4 +1,4 @@
-"""Other weights, and sleep, under CUDA graphs, with packed and folded copies, in float8: graphs answer with the weights
+"""Other weights, adapters and sleep, with CUDA graphs, packed and folded copies and float8: answers are of the weights
 that there are."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import save_adapter
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
@@ -185,3 +186,36 @@ def test_two_gpus_sleep(changed: Path) -> None:
         llm.wake_up()
         llm.reload_weights(changed)
         assert say(llm) == expected != first
+
+
+# --------------------------------------------------------------------------- LoRA
+
+
+def test_an_adapter_is_merged_on_the_gpu(changed: Path, tmp_path: Path) -> None:
+    """The same weights as merged by hand on the CPU; and those of the next adapter after a reload."""
+    modules = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    folders = []
+    for seed in (0, 1):
+        products = save_adapter(tmp_path / str(seed), changed, modules, seed=seed)
+        folders.append(tmp_path / f"by hand {seed}")
+        shutil.copytree(changed, folders[-1])
+        tensors = load_file(changed / "model.safetensors")
+        for name, product in products.items():
+            tensors[name] = (tensors[name].float() + 2 * product).to(tensors[name].dtype)
+        save_file(tensors, folders[-1] / "model.safetensors")
+    expected = []
+    for folder in folders:
+        with LLM(str(folder), device="cuda", dtype="float32", enforce_eager=True) as llm:
+            expected.append(weights_of(llm))
+    shutil.copytree(tmp_path / "0", tmp_path / "adapter")
+    overrides = [f"model.lora={tmp_path / 'adapter'}"]
+    with LLM(str(changed), device="cuda", dtype="float32", enforce_eager=True, overrides=overrides) as llm:
+        torch.testing.assert_close(weights_of(llm), expected[0], rtol=0.01, atol=1e-6)  # a bfloat16 checkpoint
+        shutil.copytree(tmp_path / "1", tmp_path / "adapter", dirs_exist_ok=True)
+        llm.reload_weights()
+        torch.testing.assert_close(weights_of(llm), expected[1], rtol=0.01, atol=1e-6)
+
+
+def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
+    model = llm.engine.executor._worker.runner.model  # type: ignore[attr-defined]
+    return {name: param.cpu().clone() for name, param in model.named_parameters()}
