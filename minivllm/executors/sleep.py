@@ -143,6 +143,25 @@ def _region(size: int, device: torch.device) -> Region:
     return GpuRegion(size, device) if device.type == "cuda" else HostRegion(size)
 
 
+class _HostCopy:
+    """A copy of a GPU's memory, (n,) uint8, which the GPU writes and reads at the full pace of its link."""
+
+    def __init__(self, original: torch.Tensor) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._copy = driver, HostRegion(len(original), huge=True).tensor
+        self._copy.zero_()  # by all cores, so that all pages are there
+        (failed,) = driver.cuMemHostRegister(self._copy.data_ptr(), len(self._copy), 0)
+        self._registered = not int(failed)  # else it is slower
+        self._copy.copy_(original)
+
+    def restore(self, original: torch.Tensor) -> None:
+        """Call it once."""
+        original.copy_(self._copy)
+        if self._registered:
+            checked(self._driver.cuMemHostUnregister(self._copy.data_ptr()))
+
+
 # --------------------------------------------------------------------------- a rank's
 
 
@@ -156,7 +175,7 @@ class SleepingMemory:
         self._device = device
         self._regions: dict[str, Region] = {}
         self._asleep: set[str] = set()  # names
-        self._kept: HostRegion | None = None  # a GPU's weights, while they sleep at level 1
+        self._kept: _HostCopy | None = None  # of weights that sleep at level 1
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +219,7 @@ class SleepingMemory:
             if name in self._asleep or (not on_gpu and level == 1 and name != "kv_cache"):
                 continue
             if level == 1 and name == "weights":
-                self._kept = HostRegion(len(region.tensor), huge=True)
-                self._kept.tensor.copy_(region.tensor)
+                self._kept = _HostCopy(region.tensor)
             region.unmap()
             self._asleep.add(name)
         if on_gpu:
@@ -229,7 +247,7 @@ class SleepingMemory:
         if kept is None or "weights" in self._asleep:
             return False
         self._kept = None
-        self._regions["weights"].tensor.copy_(kept.tensor)
+        kept.restore(self._regions["weights"].tensor)
         return True
 
 
