@@ -149,17 +149,15 @@ class _HostCopy:
     def __init__(self, original: torch.Tensor) -> None:
         from cuda.bindings import driver
 
-        self._driver, self._copy = driver, HostRegion(len(original), huge=True).tensor
-        self._copy.zero_()  # by all cores, so that all pages are there
-        (failed,) = driver.cuMemHostRegister(self._copy.data_ptr(), len(self._copy), 0)
-        self._registered = not int(failed)  # else it is slower
+        self._copy = HostRegion(len(original), huge=True).tensor.zero_()  # by all cores, so that all pages are there
+        address = self._copy.data_ptr()
+        (failed,) = driver.cuMemHostRegister(address, len(self._copy), 0)
+        if not int(failed):  # else it is slower
+            weakref.finalize(self, driver.cuMemHostUnregister, address)
         self._copy.copy_(original)
 
     def restore(self, original: torch.Tensor) -> None:
-        """Call it once."""
         original.copy_(self._copy)
-        if self._registered:
-            checked(self._driver.cuMemHostUnregister(self._copy.data_ptr()))
 
 
 # --------------------------------------------------------------------------- a rank's
