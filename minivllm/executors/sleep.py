@@ -100,7 +100,7 @@ class _GpuMemory:
         self.__cuda_array_interface__ = {
             "shape": (self._size,), "typestr": "|u1", "data": (self._address, False), "version": 3,
         }  # fmt: skip
-        free = weakref.finalize(self, _give_up, driver, self._pieces, self._address, self._size)
+        free = weakref.finalize(self, _give_up, driver, device, self._pieces, self._address, self._size)
         free.atexit = False  # the process's end does it
 
     @property
@@ -114,6 +114,9 @@ class _GpuMemory:
         while (start := self.mapped) < min(stop, self._size):
             size = min(_PIECE, self._size - start)
             status, handle = driver.cuMemCreate(size, self._what, 0)
+            if int(status):  # torch may have what is needed, and not use it
+                torch.cuda.empty_cache()
+                status, handle = driver.cuMemCreate(size, self._what, 0)
             if status == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 _unmap(driver, self._pieces, had)
                 raise torch.OutOfMemoryError(f"{size / 2**20:.0f} MiB more are needed than are free on {self._device}")
@@ -133,8 +136,8 @@ def _unmap(driver: Any, pieces: list[tuple[int, int, Any]], left: int) -> None:
         checked(driver.cuMemRelease(handle))
 
 
-def _give_up(driver: Any, pieces: list[tuple[int, int, Any]], address: int, size: int) -> None:
-    torch.cuda.synchronize()
+def _give_up(driver: Any, device: torch.device, pieces: list[tuple[int, int, Any]], address: int, size: int) -> None:
+    torch.cuda.synchronize(device)
     _unmap(driver, pieces, 0)
     checked(driver.cuMemAddressFree(address, size))
 

@@ -264,6 +264,7 @@ def build_model(
         with PinnedUpload():
             model.load_weights(weights)
     refuse_unscaled(model)
+    refuse_nonfinite(model)
     for norm, product in norm_pairs(model):
         if product.foldable:
             product.fold(norm)
@@ -307,6 +308,22 @@ def refuse_unscaled(model: nn.Module) -> None:
                 f"quantization=fp8: {name} holds what is no finite number, or its model's load_weights wrote to "
                 "it itself; load through load_weights of minivllm.models.loader, or the weight's weight_loader"
             )
+
+
+def refuse_nonfinite(model: nn.Module) -> None:
+    """Raises CheckpointError if a weight is infinite or NaN, with which answers would be nonsense. Reads each weight
+    once, and waits for the device once."""
+    floats = [(name, param.data) for name, param in model.named_parameters() if param.dtype in FLOATS]
+    if not floats:
+        return
+    sums = torch.stack([param.sum().float() for _, param in floats]).isfinite().tolist()  # infinite if too large, too
+    found = [name for (name, param), fine in zip(floats, sums, strict=True) if not fine and not param.isfinite().all()]
+    if found:
+        dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for _, param in floats}))
+        raise CheckpointError(
+            f"{len(found)} weights of the model hold infinity or NaN, in {dtypes}: {listed(found)}; the checkpoint is "
+            "damaged, or its numbers need another dtype, as bfloat16 where float16 overflows"
+        )
 
 
 def _refuse_meta(model: nn.Module) -> None:

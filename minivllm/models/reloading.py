@@ -17,7 +17,7 @@ from minivllm.errors import CheckpointError, EngineDeadError, RequestError, desc
 from minivllm.layers.parameter import scales_of
 from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized
-from minivllm.models.loader import refuse_unscaled, renew_copies, shapes_of
+from minivllm.models.loader import refuse_nonfinite, refuse_unscaled, renew_copies, shapes_of
 from minivllm.models.lora import Adapter
 from minivllm.models.upload import PinnedUpload
 from minivllm.naming import listed
@@ -100,6 +100,7 @@ def reload_model(model: Model, weights: Weights) -> None:
         except RequestError as error:  # which would say that nothing was written
             raise EngineDeadError(f"{type(model).__name__}.load_weights raised {described(error)}") from error
     refuse_unscaled(model)
+    refuse_nonfinite(model)
     renew_copies(model)  # a load_weights of the model's own may not have
     after = _addresses(model)
     if moved := [name for name, address in before.items() if after.get(name) != address]:

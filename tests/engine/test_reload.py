@@ -505,11 +505,14 @@ def test_an_iterator_that_lacks_a_tensor_ends_the_engine(old: Path, new: Path, e
     is_dead(llm, f"1 missing: {DOWN}")
 
 
-def test_what_is_no_number_ends_an_engine_in_fp8(old: Path, copy: Callable[..., Path], engine: Engine) -> None:
-    llm = engine(old, quantization="fp8")
-    with pytest.raises(EngineDeadError, match="holds what is no finite number"):
+@pytest.mark.parametrize(("quantization", "why"), [("none", "hold infinity or NaN"), ("fp8", "no finite number")])
+def test_what_is_no_number_ends_the_engine(
+    quantization: str, why: str, old: Path, copy: Callable[..., Path], engine: Engine
+) -> None:
+    llm = engine(old, quantization=quantization)
+    with pytest.raises(EngineDeadError, match=why):
         llm.reload_weights(copy(lambda tensors: tensors[DOWN].fill_(float("inf"))))
-    is_dead(llm, "no finite number")
+    is_dead(llm, why)
 
 
 def test_ctrl_c_ends_the_engine_if_it_does_not_wait(old: Path, new: Path, engine: Engine) -> None:

@@ -39,12 +39,17 @@ def folder(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
 
 
 def build(
-    folder: Path, tp: TensorParallel | None = None, *, model_class: type[Model] | None = None, seed: int | None = None
+    folder: Path,
+    tp: TensorParallel | None = None,
+    *,
+    model_class: type[Model] | None = None,
+    seed: int | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     config = read_model_config(folder)
     chosen = model_class or CLASSES[config.architecture]
     weights = iterate_safetensors(folder) if seed is None else seed
-    return build_model(chosen, config, tp or TensorParallel(), "cpu", torch.float32, weights, 256)
+    return build_model(chosen, config, tp or TensorParallel(), "cpu", dtype, weights, 256)
 
 
 def resave(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -251,6 +256,28 @@ def test_a_long_list_is_cut(folder: Path) -> None:
     resave(folder, lambda tensors: tensors.update({f"extra.{i}": torch.zeros(1) for i in range(50)}))
     with pytest.raises(CheckpointError, match=r"50 unexpected: (extra\.\d+, ){7}extra\.\d+ and 42 more"):
         build(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_named(folder: Path, value: float) -> None:
+    names = ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name in names:
+            tensors[name].view(-1)[7] = value
+
+    resave(folder, spoil)
+    found = f"2 weights of the model hold infinity or NaN, in float32: {', '.join(names)}; the checkpoint is damaged"
+    with pytest.raises(CheckpointError, match=found):
+        build(folder)
+
+
+def test_large_weights_are_numbers_and_float16_may_have_none_for_them(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    resave(folder, lambda tensors: tensors[name].view(-1)[:8].fill_(3e38))
+    build(folder)  # their sum is none
+    with pytest.raises(CheckpointError, match=r"1 weights .* in float16: .*gate_up_proj.* as bfloat16 where float16"):
+        build(folder, dtype=torch.float16)
 
 
 def test_old_rotary_tables_are_ignored(folder: Path) -> None:
