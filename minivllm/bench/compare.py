@@ -174,9 +174,8 @@ def _read(file: Path) -> dict[tuple[str, str | None], _Config]:
     except OSError as e:
         raise ConfigError(f"{file} cannot be read: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise ConfigError(
-            f"{file} is neither results.json of a sweep nor the JSON lines of output=: {type(e).__name__}: {e}"
-        ) from e
+        why = f"a row has no {e}" if isinstance(e, KeyError) else str(e) if isinstance(e, ValueError) else "its layout"
+        raise ConfigError(f"{file} is neither results.json of a sweep nor JSON lines that output= wrote ({why})") from e
     if not found:
         raise ConfigError(f"{file} has no result in it")
     return found
