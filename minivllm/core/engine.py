@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,10 +19,11 @@ from minivllm.core.garbage import collect_engines, uncollected
 from minivllm.core.guides import Guide
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.requests import Completion, Prompt, Request
-from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.core.sequence import FinishReason, Sequence
+from minivllm.core.requests import Prompt, Request
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import Sequence
 from minivllm.core.sleeping import Sleeping, checked_level, checked_tags
+from minivllm.core.unfinished import UnfinishedRequests
 from minivllm.errors import (
     EngineDeadError,
     MinivllmError,
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch, Scored
-    from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
+    from minivllm.core.batch import Batch
+    from minivllm.core.interfaces import Executor, Sampler, Scheduler, StepHandle, StepObserver
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
 
@@ -110,14 +110,9 @@ class LLMEngine:
         # with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
         self.served = False  # true while an AsyncEngine runs it
-        self._touched: dict[str, Request] = {}  # those with new output
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
-        self._unscored: set[Request] = set()  # no output until their prompts' log-probabilities are complete
-        self._guided: set[Request] = set()  # those whose sequences have guides
-        self._requests: dict[str, Request] = {}
-        self._by_sequence: dict[str, tuple[Request, Completion]] = {}
-        self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
+        self._requests = UnfinishedRequests(config, scheduler, self.stats)
         self.num_requests_added = 0
         self._prompt_tokens_since_step = 0
         self._dead: BaseException | None = None
@@ -193,14 +188,8 @@ class LLMEngine:
             for seq in added:
                 self.scheduler.abort(seq.request_id)
             raise
-        for completion in request.completions:
-            self._by_sequence[completion.seq.request_id] = request, completion
+        self._requests.add(request)
         self.num_requests_added += 1
-        self._requests[request.request_id] = request
-        if not request.scored:
-            self._unscored.add(request)
-        if request.params.guided:
-            self._guided.add(request)
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._prompt_tokens_since_step += len(request.prompt_token_ids)
 
@@ -212,20 +201,7 @@ class LLMEngine:
         """
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         self._unreturned = [output for output in self._unreturned if output.request_id not in names]
-        self._uninterruptedly(partial(self._abort, names), "an abort")
-
-    def _abort(self, names: list[str]) -> None:
-        for name in names:
-            request = self._requests.pop(name, None)
-            self._touched.pop(name, None)
-            if request is None:
-                continue
-            self._unscored.discard(request)
-            self._guided.discard(request)
-            for completion in request.completions:
-                if completion.finish_reason is None:  # else another request may have its id by now
-                    self.scheduler.abort(completion.seq.request_id)
-                    self._by_sequence.pop(completion.seq.request_id, None)
+        self._uninterruptedly(partial(self._requests.abort, names), "an abort")
 
     abort_request = abort  # vLLM's name
 
@@ -256,7 +232,7 @@ class LLMEngine:
             return False
         batch = self._under_way[-1].batch
         running = sum(self.scheduler.sequences[slot] is not None for slot in set(batch.slots.tolist()))
-        return bool(batch.samples.all()) and len(self._by_sequence) == running
+        return bool(batch.samples.all()) and self._requests.num_sequences == running
 
     # ------------------------------------------------------------------ a step
 
@@ -300,17 +276,17 @@ class LLMEngine:
         batch, waited = oldest.batch, time.perf_counter()
         result = oldest.handle.result()
         done = time.perf_counter()
-        for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
-            self._watch(slot)
+        self._requests.watch(batch.admitted_slots)  # before commit: a request may end with its first token
         committed = self.scheduler.commit(batch, result.token_ids)
         sequences = self.scheduler.sequences
-        if not self._under_way and not self._guided and self._depth > 1:  # the device would wait: for drafts, mostly
+        if self._depth > 1 and not self._under_way and not self._requests.guided:
+            # The device would wait: for drafts, mostly.
             sequences = [*sequences]  # the next step may start others in their slots
             self._launch()
         if batch.scored is not None:
-            self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        ended = self._take_in(committed, result.logprobs, sequences)
-        self._unreturned += self._outputs(ended)
+            self._requests.take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
+        ended = self._requests.take_in(committed, result.logprobs, sequences)
+        self._unreturned += self._requests.outputs(ended, self._may_hold())
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -321,7 +297,7 @@ class LLMEngine:
     def _check_progress(self, now: float) -> None:
         """Raise MinivllmError if the scheduler has requests, or has lost some, and schedules nothing for too long with
         no step in flight."""
-        if not self._by_sequence and not self.scheduler.has_work:
+        if not self._requests.num_sequences and not self.scheduler.has_work:
             self._stuck_since = None
             return
         self._stuck_since = now if self._stuck_since is None else self._stuck_since
@@ -340,9 +316,9 @@ class LLMEngine:
         # find out now whose rows these are: slots may be reassigned before the step is committed
         scored: list[Request] = []
         if batch.scored is not None:
-            scored = [self._by_sequence[seq.request_id][0] for _, seq in self._sequences(batch, batch.scored.rows)]
+            scored = [self._requests.of(seq) for _, seq in self._sequences(batch, batch.scored.rows)]
         guided: list[tuple[int, Guide]] = []
-        if self._guided:
+        if self._requests.guided:
             pairs = self._sequences(batch, np.nonzero(batch.samples)[0])
             guided = [(row, seq.guide) for row, seq in pairs if seq.guide is not None]
         if self.observer is not None:
@@ -372,64 +348,6 @@ class LLMEngine:
             )
             self.executor.guide(masks)
 
-    def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
-        """Give each row's log-probabilities to its request, which may be gone. Raises MinivllmError if None."""
-        if found is None:
-            name = self.config.executor.name
-            raise MinivllmError(f"executor={name} returned a step without the prompt_logprobs that it was asked for")
-        values = found.lists()
-        begins = batch.num_computed[scored.rows].tolist()
-        for request, begin, count in zip(requests, begins, scored.lens.tolist(), strict=True):
-            request.add_prompt_logprobs(begin + 1, list(islice(values, count)))
-            if request.scored:
-                self._unscored.discard(request)
-
-    def _take_in(
-        self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
-    ) -> dict[str, Request]:
-        """Give the step's tokens to their requests; returns those that ended, which the engine forgets. ``sequences``:
-        by slot, when the step was committed."""
-        self.stats.output_tokens += len(committed.slots)
-        self.stats.drafts += len(committed.drafts)
-        for drafted, accepted in committed.drafts:
-            self.stats.draft_tokens += drafted
-            self.stats.accepted_tokens += accepted
-        ended = self._read_tokens(committed, logprobs, sequences) if np.count_nonzero(self._watched) else {}
-        for seq, reason in committed.finished:
-            request, completion = self._by_sequence.pop(seq.request_id)
-            if not request.needs_tokens:  # its tokens were not read at each step
-                completion.token_ids = seq.output_token_ids
-            if seq.guide is not None and (seq.guide.failed or seq.guide.cut_by(int(seq.known[-1]))):
-                reason = FinishReason.LENGTH
-            completion.end(reason)
-            self._account(completion)
-            self._touched[request.request_id] = ended[request.request_id] = request
-        ended = {name: request for name, request in ended.items() if request.finished}
-        for name, request in ended.items():
-            self._requests.pop(name, None)
-            self._guided.discard(request)
-            if request in self._unscored:
-                scheduler = self.config.scheduler.name
-                raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
-        return ended
-
-    def _outputs(self, ended: dict[str, Request]) -> list[RequestOutput]:
-        """Of the requests with new output, except those that want only the last one; some stay in ``_touched``, to be
-        returned by a later step."""
-        touched, self._touched, hold = self._touched, {}, self._may_hold()
-        if hold or self._unscored:  # a completion may be ahead of the one that computes the prompt
-            self._touched = {
-                name: request
-                for name, request in touched.items()
-                if name not in ended and ((hold and request.had_output) or request in self._unscored)
-            }
-            touched = {name: request for name, request in touched.items() if name not in self._touched}
-        return [
-            request.output()
-            for name, request in touched.items()
-            if name in ended or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
-        ]
-
     def _may_hold(self) -> bool:
         """Whether outputs other than first and last ones may wait: the caller wants it, and the step in flight has one
         token a row, so the wait is short."""
@@ -437,54 +355,6 @@ class LLMEngine:
             return False
         batch = self._under_way[0].batch
         return batch.num_tokens == len(batch.slots)
-
-    def _read_tokens(
-        self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
-    ) -> dict[str, Request]:
-        """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
-        returns the requests of these."""
-        stopped: dict[str, Request] = {}
-        over: set[int] = set()  # slots that have got a stop string: tokens of the same step behind it do not count
-        of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
-        if logprobs is not None:
-            of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
-        ended = {seq.slot: seq for seq, _ in committed.finished}
-        watched = self._watched[committed.slots]
-        columns = (committed.slots[watched], committed.token_ids[watched], committed.rows[watched])
-        for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
-            if slot in over:
-                self.stats.output_tokens -= 1
-                continue
-            seq = ended.get(slot) or sequences[slot]
-            if seq is None:
-                raise MinivllmError(
-                    f"scheduler={self.config.scheduler.name} committed a token in slot {slot}, where no sequence is: "
-                    "one that runs is in sequences, and one that has just ended keeps its slot"
-                )
-            request, completion = self._by_sequence[seq.request_id]
-            self._touched[request.request_id] = request
-            if completion.logprobs is not None and (values := of_row.get(row)) is not None:
-                completion.add_logprobs(token, *values)
-            stopped_here = completion.add(token)
-            if stopped_here:
-                over.add(slot)
-            if slot in ended:
-                continue
-            if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
-                self.scheduler.finish(seq)
-                del self._by_sequence[seq.request_id]
-                self._account(completion)
-                stopped[request.request_id] = request
-        return stopped
-
-    def _watch(self, slot: int) -> None:
-        seq = self.scheduler.sequences[slot]
-        pair = self._by_sequence.get(seq.request_id) if seq is not None else None
-        self._watched[slot] = pair is not None and pair[0].needs_tokens
-
-    def _account(self, completion: Completion) -> None:
-        self.stats.cached_tokens += completion.seq.num_cached_tokens
-        self.stats.preemptions += completion.seq.num_preemptions
 
     # ------------------------------------------------------------------ life and death
 
@@ -635,11 +505,7 @@ class LLMEngine:
         self._closed = True
         self._under_way.clear()
         self._requests.clear()
-        self._touched.clear()
         self._unreturned.clear()
-        self._by_sequence.clear()
-        self._unscored.clear()
-        self._guided.clear()
         with calling("executor", self.config.executor.name, self.executor, "shutdown"):
             self.executor.shutdown()
 
@@ -657,13 +523,3 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
-
-
-def _ended_by(guide: Guide, completion: Completion, token: int) -> bool:
-    """Give a guide its completion's newest token; returns whether that was the last one."""
-    guide.take(token)
-    if not guide.failed and not guide.ended:
-        return False
-    completion.end(FinishReason.LENGTH if guide.failed else FinishReason.STOP)
-    completion.stop_reason = None
-    return True

@@ -757,7 +757,7 @@ def test_vllms_other_methods_say_that_they_are_not_supported(engine: Engine) -> 
     llm = engine(**SMALL)
     for name, instead in (
         ("beam_search", "n="), ("encode", "generate"), ("embed", "generate"), ("classify", "generate"),
-        ("score", "generate"), ("sleep", "shutdown"), ("wake_up", "new LLM"), ("collective_rpc", "plugin"),
+        ("score", "generate"), ("collective_rpc", "plugin"),
         ("apply_model", "plugin"), ("start_profile", "bench"), ("stop_profile", "bench"),
         ("get_metrics", "engine.stats"), ("set_tokenizer", "tokenizer="),
     ):  # fmt: skip
@@ -1202,7 +1202,7 @@ def test_a_name_of_a_completion_that_has_ended_is_anybodys(engine: Engine) -> No
     index = next(i for i, one in enumerate(first) if one.token_ids[0] != first[1 - i].token_ids[0])
     ends = GREEDY.clone(n=2, temperature=1.0, seed=0, max_tokens=40, stop_token_ids=[first[index].token_ids[0]])
     llm.engine.add_request("x", [1, 2, 3], ends)
-    while f"x{COMPLETION}{index}" in llm.engine._by_sequence:
+    while f"x{COMPLETION}{index}" in llm.engine._requests._by_sequence:
         llm.engine.step()
     llm.engine.add_request(f"x{COMPLETION}{index}", [4, 5, 6], GREEDY)
     llm.engine.abort("x")

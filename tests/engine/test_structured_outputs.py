@@ -72,7 +72,7 @@ def test_each_token_is_the_best_of_those_that_may_come(engine: Engine, scheduler
             assert one.finish_reason == "stop" and one.stop_reason is None
         else:  # who shares a batch with them says what they say alone
             assert said == reference_tokens(llm.engine.config.model.path, prompt, 30)[: len(said)]
-    assert llm.engine.scheduler.blocks.num_free == 64 and not llm.engine._guided
+    assert llm.engine.scheduler.blocks.num_free == 64 and not llm.engine._requests.guided
     llm.engine.scheduler.check()
 
 
@@ -197,7 +197,7 @@ def test_streams_and_stop_strings(engine: Engine, kind: RequestOutputKind) -> No
             new = output.outputs[0].text
             text[output.request_id] = text[output.request_id] + new if kind is RequestOutputKind.DELTA else new
     assert text == {"a": "a", "b": "abbbbbbbbc"}
-    assert not llm.engine._guided and llm.engine.scheduler.blocks.num_free == 64
+    assert not llm.engine._requests.guided and llm.engine.scheduler.blocks.num_free == 64
 
 
 def test_ends_of_all_kinds(engine: Engine) -> None:
@@ -219,7 +219,7 @@ def test_ends_of_all_kinds(engine: Engine) -> None:
         llm.engine.step()
     llm.engine.abort("x")
     assert run(llm, [5], guided(choice=["q"]))[0].outputs[0].text == "q"
-    assert not llm.engine._guided and llm.engine.scheduler.blocks.num_free == 64
+    assert not llm.engine._requests.guided and llm.engine.scheduler.blocks.num_free == 64
 
 
 def test_where_no_token_ends_an_answer_it_ends_when_nothing_can_follow(engine: Engine) -> None:
