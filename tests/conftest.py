@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when kernels are defined: before any import of ours
 
 import triton_patches  # noqa: F401
-from heap import configs_composed_once, frozen_heap  # noqa: F401
+from heap import configs_composed_once, frozen_heap, imports_frozen  # noqa: F401
 from helpers import save_checkpoint
 from zygote import Zygote
 

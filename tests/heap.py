@@ -4,22 +4,46 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+_modules = 0  # that were imported when the heap was last frozen
 _trees: weakref.WeakKeyDictionary[Any, dict[Any, bytes]] = weakref.WeakKeyDictionary()  # of each registry
 _ABOUT_CONFIG = ("config", "cli", "plugins")  # folders whose tests ask Hydra each time
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen_heap() -> None:
-    """Each engine's start and end collect garbage; what is there before a file's tests, half a million objects of the
-    libraries, need not be looked at each time. What files import comes bit by bit: each freezes anew."""
+def _freeze() -> None:
+    global _modules
     gc.collect()
     gc.freeze()
+    _modules = len(sys.modules)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Each engine's start and end collect garbage; what is there before a file's tests, half a million objects of the
+    libraries, need not be looked at each time. What files import comes bit by bit: each freezes anew. That something is
+    frozen is not found out by counting all that is."""
+    from minivllm.core import garbage
+
+    _freeze()
+    known = SimpleNamespace(**vars(gc) | {"get_freeze_count": lambda: 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "gc", known)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def imports_frozen() -> Iterator[None]:
+    """What a test was the first to import, too."""
+    yield
+    if len(sys.modules) > _modules + 50:
+        _freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
