@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15, beside tests of other workers, makes 70 s of a start of 6
@@ -20,8 +22,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when kernels are defined: before any import of ours
 
 import triton_patches  # noqa: F401
-from heap import frozen_heap  # noqa: F401
+from heap import configs_composed_once, frozen_heap, imports_frozen  # noqa: F401
 from helpers import save_checkpoint
+from zygote import Zygote
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,3 +56,20 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def forked_ranks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Zygote:
+    """Ranks of executor=multiproc start at once: they are forked from a process that has imported torch."""
+    from minivllm import child_process
+
+    names = {"Popen": zygote.popen, "DEVNULL": subprocess.DEVNULL}
+    monkeypatch.setattr(child_process, "subprocess", SimpleNamespace(**names))
+    return zygote

@@ -11,8 +11,9 @@ from minivllm.core.garbage import collect_engines, frozen, uncollected
 
 
 @pytest.fixture(autouse=True)
-def thawed():
+def thawed(monkeypatch):
     """``heap.frozen_heap`` has come first."""
+    monkeypatch.setattr(garbage, "gc", gc)
     frozen_before = gc.get_freeze_count()
     gc.unfreeze()
     yield

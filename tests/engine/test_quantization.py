@@ -118,6 +118,7 @@ def test_other_caches_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
         LLM(str(tiny_checkpoint("qwen3")), device="cpu", kv_cache_dtype="int8")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_scale_their_own_parts(tiny_checkpoint: Callable[..., Path]) -> None:
     """o and down have the columns of a half on each rank: weights and inputs are rounded by halves, and added up."""
     folder = tiny_checkpoint("qwen3")

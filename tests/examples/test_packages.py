@@ -64,7 +64,7 @@ def _tests(site: Site, packages: dict[str, Path], cwd: Path) -> tuple[dict[str, 
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in packages}
     report = cwd / "report.xml"
     output = site.run(
-        "pytest", "-q", "-n2", f"-k{TESTS}", "-pheap", "-ptriton_patches", "-pno:cacheprovider",
+        "pytest", "-q", f"-k{TESTS}", "-pheap", "-ptriton_patches", "-pno:cacheprovider",
         f"--rootdir={cwd}", f"-c{ROOT / 'pyproject.toml'}", f"--junitxml={report}",
         *(str(package / "tests") for package in packages.values()), cwd=cwd,
     ).stdout  # fmt: skip

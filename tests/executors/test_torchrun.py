@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +21,72 @@ from minivllm.executors.torchrun import read_environment
 Checkpoints = Callable[..., Path]
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
-SCRIPT = """
+# One script, as to start two ranks takes longer than all that they do then: HEAD, BENCH, TOKENS, RELOAD.
+HEAD = """
     import json, os, sys
+    from pathlib import Path
     from minivllm import LLM, SamplingParams
+    from minivllm.cli import main
     from minivllm.errors import EngineDeadError
-    rank, said = int(os.environ["RANK"]), {}
-    with LLM(sys.argv[1], device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
+    from minivllm.models.loader import iterate_safetensors
+    old, new, folder, rank = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(os.environ["RANK"])
+
+    def write(name, what):
+        Path(folder, f"{name}.{rank}").write_text(json.dumps(what))
+"""
+
+TOKENS = """
+    said = {}
+    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
     said["tokens"] = [o.outputs[0].token_ids for o in outputs]
-    llm = LLM(sys.argv[1], device="cpu", tp=2, overrides=["executor=torchrun"])
+    llm = LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"])
     try:
         llm.generate([[1, 2, 3 + rank]], use_tqdm=False)
     except EngineDeadError as error:
         said["error"] = str(error)
     llm.shutdown()
-    open(os.path.join(sys.argv[2], str(rank)), "w").write(json.dumps(said))
+    write("tokens", said)
 """
 
 
-def torchrun(folder: Path, tmp_path: Path, script: str) -> list[dict[str, Any]]:
-    """What each rank wrote."""
-    file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(script))
+@dataclass
+class Ranks:
+    """Two of torchrun, which have run the script."""
+
+    folder: Path
+    null: int  # the device that os.devnull was before
+
+    def wrote(self, name: str) -> list[Any]:
+        return [json.loads((self.folder / f"{name}.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    ran = Ranks(tmp_path_factory.mktemp("torchrun"), os.stat(os.devnull).st_rdev)
+    file = ran.folder / "script.py"
+    file.write_text("".join(map(textwrap.dedent, (HEAD, BENCH, TOKENS, RELOAD))))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    given = [tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", seed=1), ran.folder]
     process = subprocess.Popen(
-        [*command, str(file), str(folder), str(tmp_path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
+        [*command, *map(str, given)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends its ranks
         raise
     assert process.returncode == 0, said
-    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    return ran
 
 
 def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_differ(
-    tiny_checkpoint: Checkpoints, tmp_path: Path
+    ranks: Ranks, tiny_checkpoint: Checkpoints
 ) -> None:
-    folder = tiny_checkpoint("qwen3")
-    said = torchrun(folder, tmp_path, SCRIPT)
-    with LLM(str(folder), device="cpu") as llm:
+    said = ranks.wrote("tokens")
+    with LLM(str(tiny_checkpoint("qwen3")), device="cpu") as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         alone = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)]
     assert said[0]["tokens"] == said[1]["tokens"] == alone
@@ -73,13 +96,7 @@ def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_diff
 
 
 RELOAD = """
-    import json, os, sys
-    from pathlib import Path
-    from minivllm import LLM, SamplingParams
-    from minivllm.errors import EngineDeadError
-    from minivllm.models.loader import iterate_safetensors
-    old, new = sys.argv[1], Path(sys.argv[2], "new")
-    rank, said = int(os.environ["RANK"]), {"tokens": []}
+    said = {"tokens": []}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def say():
@@ -112,27 +129,26 @@ RELOAD = """
         said["again"] = fails(say)
     with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
         said["apart"] = fails(say if rank else llm.reload_weights)
-    open(os.path.join(sys.argv[2], str(rank)), "w").write(json.dumps(said))
+    write("reload", said)
 """
 
 
-def test_ranks_of_torchrun_get_other_weights_together(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_get_other_weights_together(ranks: Ranks, tiny_checkpoint: Checkpoints) -> None:
     old, new = tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", seed=1)
-    (tmp_path / "new").symlink_to(new)
-    ranks = torchrun(old, tmp_path, RELOAD)
+    both = ranks.wrote("reload")
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     alone = []
     for folder in (old, new):
         with LLM(str(folder), device="cpu") as llm:
             outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
             alone.append([o.outputs[0].token_ids for o in outputs])
-    for said in ranks:
+    for said in both:
         assert said["tokens"] == [*alone, *alone] and alone[0] != alone[1]
         assert "some weights may be old and some new" in said["failed"] and "stopped earlier" in said["again"]
-    assert "rank 1 failed to load its weights" in ranks[0]["failed"]
-    assert "weights_iterator raised ArithmeticError: no more" in ranks[1]["failed"]
-    assert "rank 1 computes a step where this one loads weights" in ranks[0]["apart"]
-    assert "rank 0 computes another step 0" in ranks[1]["apart"]
+    assert "rank 1 failed to load its weights" in both[0]["failed"]
+    assert "weights_iterator raised ArithmeticError: no more" in both[1]["failed"]
+    assert "rank 1 computes a step where this one loads weights" in both[0]["apart"]
+    assert "rank 0 computes another step 0" in both[1]["apart"]
 
 
 def test_outside_torchrun_the_message_says_how_to_start(tiny_checkpoint: Checkpoints) -> None:
@@ -147,21 +163,18 @@ def test_ranks_form_replicas_of_tp() -> None:
 
 
 BENCH = """
-    import os, sys
-    from minivllm.cli import main
-    files = {key: os.path.join(sys.argv[2], f"{key}.json") for key in ("profile", "trace")}
-    code = main(["bench", f"model.path={sys.argv[1]}", "load_format=dummy", "device=cpu", "tp=2", "executor=torchrun",
+    files = {key: os.path.join(folder, f"{key}.json") for key in ("profile", "trace")}
+    code = main(["bench", f"model.path={old}", "load_format=dummy", "device=cpu", "tp=2", "executor=torchrun",
         "workload=mixed", "workload.num_requests=3", "workload.input_len=[4,8]", "workload.output_len=[9,9]",
-        "profile_steps=2", f"output={sys.argv[2]}/out.jsonl", *(f"{key}={file}" for key, file in files.items())])
-    open(os.path.join(sys.argv[2], os.environ["RANK"]), "w").write(str(code))
+        "profile_steps=2", f"output={folder}/out.jsonl", *(f"{key}={file}" for key, file in files.items())])
+    write("bench", code)
 """
 
 
-def test_what_a_bench_writes_is_rank_0s_and_no_device_is_replaced(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    null = os.stat(os.devnull)
-    assert torchrun(tiny_checkpoint("qwen3"), tmp_path, BENCH) == [0, 0]
-    assert os.stat(os.devnull).st_rdev == null.st_rdev != 0
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+def test_what_a_bench_writes_is_rank_0s_and_no_device_is_replaced(ranks: Ranks) -> None:
+    assert ranks.wrote("bench") == [0, 0]
+    assert os.stat(os.devnull).st_rdev == ranks.null != 0
+    assert len((ranks.folder / "out.jsonl").read_text().splitlines()) == 1
     for key in ("profile", "trace"):
-        assert json.loads((tmp_path / f"{key}.json").read_text())["traceEvents"]
-    assert not list(tmp_path.glob("*.part"))
+        assert json.loads((ranks.folder / f"{key}.json").read_text())["traceEvents"]
+    assert not list(ranks.folder.glob("*.part"))

@@ -57,7 +57,12 @@ constexpr size_t STACK = 128 << 10, DYNAMIC = 232 << 10, FIXED = 4 << 10, SHARED
 constexpr unsigned CLUSTER = 2, RANK = 1 << 20;  // programs of a cluster; in addresses of another's memory
 struct Barrier { unsigned count, left; int bytes; unsigned phase; };  // an mbarrier; stands beside shared memory
 struct Copy { int program; unsigned to, bar; std::vector<unsigned char> bytes; };
-struct Warp { uint64_t words[2][32][6]; unsigned arrived = 0, number = 0; };
+struct Warp {
+  uint64_t words[2][32][6];
+  float sums[2][16][8];     // of a product of these words,
+  unsigned made[2] = {};    // which so many lanes have taken
+  unsigned arrived = 0, number = 0;
+};
 struct Named { unsigned arrived = 0, number = 0; };
 struct Product {  // of a warpgroup: this thread's sums, and where the matrices are; the first may be in registers
   std::vector<float*> sums;
@@ -84,6 +89,8 @@ struct Thread {
   unsigned rank, program;  // of which GPU, and which of all GPUs' programs
   bool done = false;
   const char* waits = "";
+  const unsigned* watched = nullptr;  // it need not go on before this is another number than it was
+  unsigned seen;
   std::vector<std::vector<Product>> products{1};  // the last group is not yet committed
   std::vector<std::pair<unsigned, const void*>> later;  // where copies go, from where
 };
@@ -104,6 +111,11 @@ inline void yield(const char* waits) {
   now->waits = waits;
   if (!_setjmp(now->place)) _longjmp(scheduler, 1);
 }
+inline void watch(const unsigned& number, const char* waits) {
+  now->watched = &number, now->seen = number;
+  yield(waits);
+  now->watched = nullptr;
+}
 inline void come_late() {  // with what others see, so that it comes in any order
   while (random() % 2) yield("its turn");
 }
@@ -123,7 +135,7 @@ inline const uint64_t (*exchange(std::initializer_list<uint64_t> mine))[6] {
   if (++its.arrived == 32)
     its.arrived = 0, its.number++, progress++;
   else
-    while (its.number == number) yield("its warp");
+    while (its.number == number) watch(its.number, "its warp");
   return its.words[number % 2];
 }
 inline bool come(Named& its, unsigned count) {  // the last of them?
@@ -135,7 +147,7 @@ inline void meet(int which, unsigned count) {
   Named& its = program().named[which];
   const unsigned number = its.number;
   if (!come(its, count))
-    while (its.number == number) yield("its program");
+    while (its.number == number) watch(its.number, "its program");
 }
 inline Barrier& barrier(unsigned at) {
   if (at % 8 || at >= SHARED) fail("no barrier stands there");
@@ -213,7 +225,7 @@ template <class F> const char* run(unsigned many, unsigned each, unsigned block,
         asleep[p] = random() % 48;
       else
         for (unsigned t = 0; t < block && wrong.empty(); t++)
-          if (Thread& its = threads[p * block + t]; !its.done) resume(its);
+          if (Thread& its = threads[p * block + t]; !its.done && !(its.watched && *its.watched == its.seen)) resume(its);
     for (size_t c = copies.size(); c-- > 0;)
       if (random() % 3 == 0) land(c);
     still = progress == before && copies.empty() ? still + 1 : 0, before = progress;
@@ -296,7 +308,7 @@ inline void barrier_cluster() {  // of all threads that are not done
   }
 }
 inline void mbarrier_try_wait(unsigned bar, unsigned parity) {
-  while ((barrier(bar).phase & 1) == parity) emulated::yield("a barrier");
+  while ((barrier(bar).phase & 1) == parity) emulated::watch(barrier(bar).phase, "a barrier");
 }
 inline void mbarrier_test_wait(unsigned& done, unsigned bar, unsigned parity) {
   emulated::yield("a barrier, or not");
@@ -576,40 +588,47 @@ inline void wgmma_wait(unsigned left) {
   emulated::meet(warpgroup, 128);
 }
 template <unsigned LEFT> void wgmma_wait() { wgmma_wait(LEFT); }
-// m16n8k16: a lane has of A rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show.
+// A lane has of A, 16 x 2 * WIDE, rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show; EACH
+// elements stand in a word. The first lane to go on multiplies for all.
+template <int EACH, class F> __attribute__((noinline, optimize("O3"))) void multiply(const uint64_t (*all)[6],
+                                                                                     float (*sums)[8], F value) {
+  constexpr int WIDE = 4 * EACH;
+  float a[16][2 * WIDE], b[2 * WIDE][8];
+  for (int lane = 0; lane < 32; lane++)
+    for (int half = 0; half < 2; half++)
+      for (int i = 0; i < EACH; i++) {
+        const int line = lane / 4, k = half * WIDE + lane % 4 * EACH + i, by = 32 / EACH * i;
+        a[line][k] = value(all[lane][half * 2] >> by), a[line + 8][k] = value(all[lane][half * 2 + 1] >> by);
+        b[k][line] = value(all[lane][4 + half] >> by);
+      }
+  for (int row = 0; row < 16; row++) {
+    float line[8] = {};
+    for (int k = 0; k < 2 * WIDE; k++)
+      for (int column = 0; column < 8; column++) line[column] += a[row][k] * b[k][column];
+    memcpy(sums[row], line, sizeof line);
+  }
+}
+template <int EACH, class F> void multiply_add(float* const (&d)[4], std::initializer_list<uint64_t> mine, F value) {
+  emulated::Warp& its = emulated::warp();
+  auto* all = emulated::exchange(mine);
+  const int which = all == its.words[1];
+  if (!its.made[which]) multiply<EACH>(all, its.sums[which], value);
+  its.made[which] = (its.made[which] + 1) % 32;
+  const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
+  for (int i = 0; i < 4; i++) *d[i] += its.sums[which][row + i / 2 * 8][column + i % 2];
+}
 template <float (*OF)(unsigned) = of_bf16>
 void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
               unsigned b0, unsigned b1) {
-  auto* all = emulated::exchange({a0, a1, a2, a3, b0, b1});
-  const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
-  float* d[4] = {&d0, &d1, &d2, &d3};
-  for (int i = 0; i < 4; i++) {
-    float sum = 0.f;
-    for (int k = 0; k < 16; k++) {
-      const unsigned a = all[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2], b = all[(column + i % 2) * 4 + k % 8 / 2][4 + k / 8];
-      sum += OF(a >> k % 2 * 16 & 0xFFFF) * OF(b >> k % 2 * 16 & 0xFFFF);
-    }
-    *d[i] += sum;
-  }
+  multiply_add<2>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3, b0, b1}, [](unsigned word) { return OF(word & 0xFFFF); });
 }
 inline void mma_sync_e4m3(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2,
                           unsigned a3, unsigned b0, unsigned b1) {
-  auto* all = emulated::exchange({a0, a1, a2, a3, b0, b1});
-  const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
-  float* d[4] = {&d0, &d1, &d2, &d3};
-  static const std::vector<float> value = [] {
+  static const std::vector<float> values = [] {
     std::vector<float> all(256);
     for (unsigned x = 0; x < 256; x++) all[x] = of_e4m3(x);
     return all;
   }();
-  for (int i = 0; i < 4; i++) {
-    float sum = 0.f;
-    for (int k = 0; k < 32; k++) {
-      const unsigned a = all[row * 4 + k % 16 / 4][k / 16 * 2 + i / 2];
-      const unsigned b = all[(column + i % 2) * 4 + k % 16 / 4][4 + k / 16];
-      sum += value[a >> k % 4 * 8 & 255] * value[b >> k % 4 * 8 & 255];
-    }
-    *d[i] += sum;
-  }
+  multiply_add<4>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3, b0, b1}, [](unsigned word) { return values[word & 255]; });
 }
 }  // namespace ptx

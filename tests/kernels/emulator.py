@@ -11,7 +11,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("emulator.h")
 # Fortified, a jump to another stack is taken for a mistake.
-COMMAND = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-w"]
+COMMAND = ["g++", "-std=c++20", "-Og", "-U_FORTIFY_SOURCE", "-fPIC", "-w"]
 _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "elect.sync": "elect_sync",
     "mbarrier.test_wait": "mbarrier_test_wait",

@@ -191,7 +191,8 @@ def test_tokens_and_logits_equal_transformers_on_the_dequantized_checkpoint(
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("tp", [1, 2])
 def test_an_engine_says_the_tokens_of_the_dequantized_checkpoint(
     tiny_checkpoint: Checkpoints, tmp_path: Path, tp: int
 ) -> None:

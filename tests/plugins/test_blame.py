@@ -222,6 +222,7 @@ def needs_refine(self, slots):
     ("model", f"{LOGITS}.compute_logits(x)[:, :7]",
      r"rank . failed in step .: PluginError: model 'mine' of minivllm-mine 1.0: compute_logits returned float32 \(2"),
 ])  # fmt: skip
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_same_on_ranks(said: Callable[..., str], kind: str, body: str, told: str) -> None:
     assert re.match(told, said(kind, body, tp=2))
 

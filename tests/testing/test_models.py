@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from minivllm.testing import ModelConformance
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")  # packages' tests, in tests/examples, start theirs as users do
 
 
 class TestQwen3(ModelConformance):
