@@ -38,6 +38,7 @@ def new(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint("qwen3", seed=1)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_it_answers_as_before_and_with_other_weights(tp: int, quantization: str, old: Path, new: Path) -> None:
