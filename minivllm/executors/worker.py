@@ -364,7 +364,7 @@ class Worker:
             if device.type == "cpu":  # numpy's zeros are allocated when first written to
                 return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
             return torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
-        except (MemoryError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
+        except (MemoryError, OSError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
             raise ConfigError(
                 f"a cache of {num_blocks} blocks of {spec.block_size} tokens takes {nbytes / 2**30:.1f} GiB, and there "
                 "is no room for that; lower cache.num_blocks or cache.block_size, or leave them out"
