@@ -44,10 +44,10 @@ def checked_level(level: int) -> int:
 
 
 def checked_tags(tags: Iterable[str] | None) -> list[str]:
-    """None: all."""
+    """Each once; None: all."""
     if tags is None:
         return list(MEMORY_TAGS)
-    given = [tags] if isinstance(tags, str) else list(tags)
+    given = list(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else [tags]
     if not given or any(tag not in MEMORY_TAGS for tag in given):
         raise RequestError(f"tags={shown(tags)}: name some of {', '.join(MEMORY_TAGS)}, or leave it out for all")
-    return given
+    return list(dict.fromkeys(given))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces import Executor
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import ConfigError, EngineDeadError, RequestError
 from minivllm.executors.single import SingleExecutor
 from minivllm.serve.async_engine import AsyncEngine
 
 Checkpoints = Callable[..., Path]
 PROMPTS = [[1, 5, 300], list(range(40, 80)), [7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+DEFAULTS: dict[str, Any] = {"enable_sleep_mode": True, "num_gpu_blocks_override": 64}
 
 
 def say(llm: LLM) -> list[list[int]]:
@@ -25,7 +29,7 @@ def say(llm: LLM) -> list[list[int]]:
 
 
 def make(folder: Path, tp: int = 1, **options: object) -> LLM:
-    return LLM(str(folder), device="cpu", tp=tp, num_gpu_blocks_override=64, **{"enable_sleep_mode": True} | options)
+    return LLM(str(folder), device="cpu", tp=tp, **DEFAULTS | options)
 
 
 @pytest.fixture
@@ -94,6 +98,55 @@ def test_what_is_asleep_is_refused(old: Path) -> None:
         assert say(llm) == first
 
 
+def test_who_sleeps_keeps_what_it_has(old: Path) -> None:
+    """A second call changes nothing, whatever its level; a tag may be named twice."""
+    with make(old) as llm:
+        first = say(llm)
+        llm.sleep(level=1)
+        llm.sleep(level=2)
+        llm.wake_up(["kv_cache", "kv_cache"])
+        llm.sleep(level=2)
+        llm.wake_up(["weights", "weights"])
+        llm.wake_up()
+        assert say(llm) == first
+
+
+def test_ctrl_c_while_it_falls_asleep_or_wakes_up_is_raised_once_that_is_done(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def struck(name: str) -> None:
+        inner = getattr(SingleExecutor, name)
+
+        def act(self: object, *arguments: object) -> None:
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal does it
+            inner(self, *arguments)
+
+        monkeypatch.setattr(SingleExecutor, name, act)
+
+    with make(old) as llm:
+        first = say(llm)
+        for name in ("sleep", "wake_up", "reload_weights"):
+            struck(name)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep(level=2)
+        with pytest.raises(RequestError, match="the engine sleeps; call"):
+            say(llm)
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up(["weights"])
+        with pytest.raises(RequestError, match=r"sleeps \(its kv_cache not yet woken\)"):
+            say(llm)
+        with pytest.raises(KeyboardInterrupt):
+            llm.reload_weights()
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up()
+        assert say(llm) == first
+
+
+def test_a_cache_that_is_too_large_is_refused(old: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and there is no room for that; lower cache\.num_blocks"):
+        make(old, num_gpu_blocks_override=10**12)
+
+
 def test_no_prefix_is_found_in_a_cache_that_was_given_back(old: Path) -> None:
     prompt = list(range(40, 90))
     with make(old) as llm:
@@ -110,9 +163,9 @@ def test_mistakes_change_nothing(old: Path) -> None:
         for level in (0, 3, "1", True, None):
             with pytest.raises(RequestError, match=r"level=.* is neither 1, .* nor 2"):
                 llm.sleep(level)  # type: ignore[arg-type]
-        for tags in (["weight"], [], "cache"):
+        for tags in (["weight"], [], "cache", 5, [["weights"]]):
             with pytest.raises(RequestError, match=r"tags=.*: name some of weights, kv_cache"):
-                llm.wake_up(tags)
+                llm.wake_up(tags)  # type: ignore[arg-type]
         llm.engine.add_request("runs", [1, 2], GREEDY)
         with pytest.raises(RequestError, match="the engine cannot sleep under 1 unfinished requests"):
             llm.engine.sleep()
