@@ -554,14 +554,22 @@ class LLMEngine:
             EngineDeadError: it failed: make a new engine.
         """
         self.check_health()
-        checked_level(level)
-        if not self.config.enable_sleep_mode:
-            raise RequestError("sleep: the engine was made without it; type enable_sleep_mode=true (in Python: True)")
+        self.check_sleep(level)
         self._refuse_under_requests("the engine cannot sleep")
         with self._between_steps("it is falling asleep", "make a new engine: falling asleep failed"):
             self.executor.sleep(level)
             self._sleeping.begun(level)
             self.reset_prefix_cache()
+
+    def check_sleep(self, level: int = 1) -> None:
+        """Raise what ``sleep`` would refuse, whether requests run or not.
+
+        Raises:
+            RequestError: as there.
+        """
+        checked_level(level)
+        if not self.config.enable_sleep_mode:
+            raise RequestError("sleep: the engine was made without it; type enable_sleep_mode=true (in Python: True)")
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Have the memory again that ``sleep`` gave back. ``tags``: some of ``weights`` and ``kv_cache``, as where

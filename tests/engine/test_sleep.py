@@ -242,3 +242,35 @@ def test_requests_of_an_async_engine_wait(old: Path) -> None:
 
     with make(old) as llm:
         asyncio.run(run(llm))
+
+
+def test_an_async_engine_knows_that_its_engine_sleeps_already(old: Path) -> None:
+    async def run(llm: LLM) -> None:
+        engine = AsyncEngine(llm.engine)
+        for sleeps, between in ((True, llm.wake_up), (False, llm.sleep), (True, llm.wake_up)):
+            engine.start()
+            assert engine.is_sleeping == sleeps
+            engine.stop()
+            between()
+
+    with make(old) as llm:
+        llm.sleep()
+        asyncio.run(run(llm))
+
+
+def test_no_request_ends_for_a_sleep_that_is_refused(old: Path) -> None:
+    async def run(llm: LLM) -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        try:
+            outputs = await engine.generate(["runs"], [PROMPTS[0]], GREEDY.clone(max_tokens=400))
+            for abort in (True, False):
+                with pytest.raises(RequestError, match="made without it; type enable_sleep_mode=true"):
+                    await engine.sleep(abort=abort)
+                assert llm.engine.has_request("runs")
+            assert [output.finished async for output in outputs][-1]
+        finally:
+            engine.stop()
+
+    with make(old, enable_sleep_mode=False) as llm:
+        asyncio.run(run(llm))
