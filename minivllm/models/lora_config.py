@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os.path import expanduser
@@ -172,6 +173,6 @@ def _rank(value: object, key: str, file: Path) -> int:
 
 
 def _alpha(value: object, key: str, file: Path) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:  # nor NaN
         raise CheckpointError(f"{file}: {key}={shown(value)} is not a number")
     return value
