@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import CheckpointError, shown
-from minivllm.models.checkpoint import download, read_json
+from minivllm.models.checkpoint import download, read_json, readable
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_ELSEWHERE = "merge it with PEFT's merge_and_unload and save_pretrained, and pass that folder as model.path"
@@ -57,15 +57,18 @@ def lora_folder(name: str | None) -> Path | None:
     if name is None:
         return None
     folder = Path(expanduser(name))
-    if folder.is_file():
-        raise CheckpointError(
-            f"model.lora={name} is a file; pass the folder that holds it (model.lora={folder.parent})"
-        )
-    if not folder.is_dir():
-        if not is_repository(name):
-            raise CheckpointError(f"model.lora={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME")
-        folder = download(name, key="model.lora")
-    _check_files(folder)
+    with readable(folder, "model.lora"):
+        if folder.is_file():
+            raise CheckpointError(
+                f"model.lora={name} is a file; pass the folder that holds it (model.lora={folder.parent})"
+            )
+        if not folder.is_dir():
+            if not is_repository(name):
+                raise CheckpointError(
+                    f"model.lora={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME"
+                )
+            folder = download(name, key="model.lora")
+        _check_files(folder)
     return folder
 
 

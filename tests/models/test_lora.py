@@ -343,6 +343,12 @@ def test_a_checkpoint_in_fp8_is_refused(folder: Path, adapter: Path, tmp_path: P
         make(in_fp8, f"model.lora={adapter}")
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 100)
+    with pytest.raises(CheckpointError, match=f"^model.lora={folder} cannot be read: File name too long; pass"):
+        lora_folder(str(folder))
+
+
 def test_missing_files_are_named_with_what_to_do(folder: Path, adapter: Path) -> None:
     assert lora_folder(None) is None and lora_folder(str(adapter)) == adapter
     for path, told in (
