@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, of_whole_request, shown
 
 MEMORY_TAGS = ("weights", "kv_cache")  # in the order in which they come back
 
@@ -22,11 +22,12 @@ class Sleeping:
 
     def refuse_requests(self) -> None:
         """Raises RequestError if none can be answered."""
-        if self.tags:
-            which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
-            raise RequestError(f"the engine sleeps{which}; call wake_up() first")
-        if self.weights_lost:
-            raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
+        with of_whole_request():
+            if self.tags:
+                which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
+                raise RequestError(f"the engine sleeps{which}; call wake_up() first")
+            if self.weights_lost:
+                raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
 
     def refuse_weights(self) -> None:
         """Raises RequestError if none can be loaded."""

@@ -83,7 +83,7 @@ def test_what_is_asleep_is_refused(old: Path) -> None:
         first = say(llm)
         llm.sleep(level=2)
         llm.sleep(level=1)  # nothing is left to keep
-        with pytest.raises(RequestError, match=r"the engine sleeps; call wake_up\(\) first"):
+        with pytest.raises(RequestError, match=r"^the engine sleeps; call wake_up\(\) first"):
             say(llm)
         with pytest.raises(RequestError, match=r"the engine's weights sleep; call wake_up\(\) or wake_up\(\['weights'"):
             llm.reload_weights()
@@ -92,7 +92,7 @@ def test_what_is_asleep_is_refused(old: Path) -> None:
             say(llm)
         llm.wake_up()
         llm.wake_up()
-        with pytest.raises(RequestError, match=r"sleep\(level=2\) gave the weights up; call reload_weights first"):
+        with pytest.raises(RequestError, match=r"^sleep\(level=2\) gave the weights up; call reload_weights first"):
             say(llm)
         llm.reload_weights()
         assert say(llm) == first
