@@ -68,7 +68,7 @@ class GpuRegion(Region):
     """In pieces, so that memory can come while what is moved here goes. Zeroed as it comes."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = _GpuMemory(size, device)
+        self._device, self._memory = device, _GpuMemory(size, device)
         self._memory.map(1)  # torch asks whose memory it is
         self.tensor = torch.as_tensor(self._memory, device=device)[:size]
         self.tensor[: self._memory.mapped].zero_()
@@ -79,6 +79,7 @@ class GpuRegion(Region):
         self.tensor[start : self._memory.mapped].zero_()
 
     def unmap(self) -> None:
+        torch.cuda.synchronize(self._device)  # cuMemUnmap does not wait for who writes here, as zero_ may still
         self._memory.unmap()
 
 
