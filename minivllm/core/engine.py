@@ -396,8 +396,8 @@ class LLMEngine:
         failed = "some weights may be old and some new, make a new engine: loading failed"
         with self._between_steps("its weights are being replaced", failed):
             self.executor.reload_weights(weights)
+            self._sleeping.weights_lost = False
             self.reset_prefix_cache()
-        self._sleeping.weights_lost = False
 
     def check_weights(self, weights_path: str | Path | None = None) -> None:
         """Raise what ``reload_weights`` of that folder would refuse, whether requests run or not.
@@ -417,21 +417,29 @@ class LLMEngine:
         sleeps takes no requests, and has no cached prefixes afterwards.
 
         ``level``: 1 keeps the weights in the host's memory; 2 gives them up, so that others have to be loaded
-        (``reload_weights``) once they are awake.
+        (``reload_weights``) once they are awake. What sleeps already is left as it is.
 
         Raises:
             RequestError: refused, as the engine was made without ``enable_sleep_mode``; it runs on as it was.
             EngineDeadError: it failed: make a new engine.
         """
         self.check_health()
-        checked_level(level)
-        if not self.config.enable_sleep_mode:
-            raise RequestError("sleep: the engine was made without it; type enable_sleep_mode=true (in Python: True)")
+        self.check_sleep(level)
         self._refuse_under_requests("the engine cannot sleep")
         with self._between_steps("it is falling asleep", "make a new engine: falling asleep failed"):
             self.executor.sleep(level)
+            self._sleeping.begun(level)
             self.reset_prefix_cache()
-        self._sleeping.begun(level)
+
+    def check_sleep(self, level: int = 1) -> None:
+        """Raise what ``sleep`` would refuse, whether requests run or not.
+
+        Raises:
+            RequestError: as there.
+        """
+        checked_level(level)
+        if not self.config.enable_sleep_mode:
+            raise RequestError("sleep: the engine was made without it; type enable_sleep_mode=true (in Python: True)")
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Have the memory again that ``sleep`` gave back. ``tags``: some of ``weights`` and ``kv_cache``, as where
@@ -446,7 +454,7 @@ class LLMEngine:
         for tag in asleep:
             with self._between_steps("it is waking up", "make a new engine: waking up failed"):
                 self.executor.wake_up([tag])
-            self._sleeping.tags.remove(tag)
+                self._sleeping.tags.remove(tag)
 
     def is_sleeping(self) -> bool:
         """Whether some of its memory is given back."""
@@ -465,7 +473,8 @@ class LLMEngine:
 
     @contextmanager
     def _between_steps(self, doing: str, failed: str) -> Iterator[None]:
-        """For what concerns every rank. If it fails, with no RequestError, the engine is dead: ``failed`` says why."""
+        """For what concerns every rank. If it fails, with no RequestError, the engine is dead: ``failed`` says why.
+        Ctrl-C is raised at its end: what is to be noted has to be noted within."""
         while self._under_way:  # rows of sequences that have ended
             self._uninterruptedly(self._step)
         with self._uninterrupted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, of_whole_request, shown
 
 MEMORY_TAGS = ("weights", "kv_cache")  # in the order in which they come back
 
@@ -22,11 +22,12 @@ class Sleeping:
 
     def refuse_requests(self) -> None:
         """Raises RequestError if none can be answered."""
-        if self.tags:
-            which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
-            raise RequestError(f"the engine sleeps{which}; call wake_up() first")
-        if self.weights_lost:
-            raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
+        with of_whole_request():
+            if self.tags:
+                which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
+                raise RequestError(f"the engine sleeps{which}; call wake_up() first")
+            if self.weights_lost:
+                raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
 
     def refuse_weights(self) -> None:
         """Raises RequestError if none can be loaded."""
@@ -44,10 +45,10 @@ def checked_level(level: int) -> int:
 
 
 def checked_tags(tags: Iterable[str] | None) -> list[str]:
-    """None: all."""
+    """Each once; None: all."""
     if tags is None:
         return list(MEMORY_TAGS)
-    given = [tags] if isinstance(tags, str) else list(tags)
+    given = list(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else [tags]
     if not given or any(tag not in MEMORY_TAGS for tag in given):
         raise RequestError(f"tags={shown(tags)}: name some of {', '.join(MEMORY_TAGS)}, or leave it out for all")
-    return given
+    return list(dict.fromkeys(given))

@@ -17,7 +17,7 @@ import msgspec
 
 from minivllm.config.engine_config import EngineConfig
 from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
-from minivllm.errors import EngineDeadError, MinivllmError, by_name, place_of
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, by_name, place_of
 from minivllm.frames import Frames, frame
 from minivllm.plugins.ranks import ParentView
 
@@ -91,9 +91,10 @@ class Failed(msgspec.Struct, tag=True):
         return cls(type(error).__name__, str(error), text, doing, place, time.monotonic())
 
     def as_error(self, rank: int, starting: bool) -> MinivllmError:
-        """The exception to raise in the parent: EngineDeadError; at startup, minivllm's own errors unchanged."""
+        """The exception to raise in the parent: EngineDeadError; at startup, minivllm's own errors unchanged, except
+        RequestError: an engine goes on after one, and this rank does not."""
         error = by_name(self.error, self.message)
-        if not starting or not isinstance(error, MinivllmError):
+        if not starting or not isinstance(error, MinivllmError) or isinstance(error, RequestError):
             where = f" ({self.place})" if self.place else ""
             error = EngineDeadError(f"rank {rank} failed {self.doing}: {self.error}: {self.message}{where}")
         error.add_note(f"on rank {rank}:\n{self.traceback}")

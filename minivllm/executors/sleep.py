@@ -68,7 +68,7 @@ class GpuRegion(Region):
     """In pieces, so that memory can come while what is moved here goes. Zeroed as it comes."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._memory = _GpuMemory(size, device)
+        self._device, self._memory = device, _GpuMemory(size, device)
         self._memory.map(1)  # torch asks whose memory it is
         self.tensor = torch.as_tensor(self._memory, device=device)[:size]
         self.tensor[: self._memory.mapped].zero_()
@@ -79,6 +79,7 @@ class GpuRegion(Region):
         self.tensor[start : self._memory.mapped].zero_()
 
     def unmap(self) -> None:
+        torch.cuda.synchronize(self._device)  # cuMemUnmap does not wait for who writes here, as zero_ may still
         self._memory.unmap()
 
 
@@ -216,12 +217,12 @@ class SleepingMemory:
     def sleep(self, level: int) -> None:
         """Give back what is awake; at level 1 a GPU's weights are copied to the host first, and a CPU's stay."""
         on_gpu = self._device.type == "cuda"
-        for name, region in self._regions.items():
-            if name in self._asleep or (not on_gpu and level == 1 and name != "kv_cache"):
-                continue
-            if level == 1 and name == "weights":
+        for name in [name for name in self._regions if name not in self._asleep]:
+            region = self._regions[name]
+            if level == 1 and name == "weights" and on_gpu and self._kept is None:  # else they are not back yet
                 self._kept = _HostCopy(region.tensor)
-            region.unmap()
+            if level == 2 or name == "kv_cache" or on_gpu:
+                region.unmap()
             self._asleep.add(name)
         if on_gpu:
             torch.cuda.empty_cache()

@@ -86,7 +86,7 @@ def _cannot_fetch(repo: str, reason: str, key: str) -> CheckpointError:
 
 
 def _folder(path: Path, key: str = "model.path") -> Path:
-    with _readable(path, key):
+    with readable(path, key):
         if not path.exists():
             raise CheckpointError(f"{key}={path} does not exist; pass the folder that holds config.json")
         if not path.is_dir():
@@ -95,7 +95,8 @@ def _folder(path: Path, key: str = "model.path") -> Path:
 
 
 @contextmanager
-def _readable(path: Path, key: str) -> Iterator[None]:
+def readable(path: Path, key: str) -> Iterator[None]:
+    """For what is asked of a folder: an OSError is told as a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -113,7 +114,7 @@ def read_model_config(
     ``key``: where the user gave the path."""
     path = _folder(Path(path), key)
     file = path / "config.json"
-    with _readable(path, key):
+    with readable(path, key):
         found = file.is_file()
         inner = [] if found else sorted(p.parent for p in path.glob("*/config.json"))
         adapter = not found and (path / "adapter_config.json").is_file()

@@ -103,6 +103,8 @@ class Adapter:
         change.names.append(name)
         if tensor.dtype not in FLOATS:
             problems["misshapen"].append(f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}")
+        elif not tensor.isfinite().all():  # refused here, an engine that reloads runs on
+            problems["with infinity or NaN"].append(name)
 
     def _check(self, target: str, change: _Change, problems: _Problems) -> None:
         module = target.removesuffix(".weight")

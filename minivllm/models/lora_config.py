@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os.path import expanduser
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import CheckpointError, shown
-from minivllm.models.checkpoint import download, read_json
+from minivllm.models.checkpoint import download, read_json, readable
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_ELSEWHERE = "merge it with PEFT's merge_and_unload and save_pretrained, and pass that folder as model.path"
@@ -56,15 +57,18 @@ def lora_folder(name: str | None) -> Path | None:
     if name is None:
         return None
     folder = Path(expanduser(name))
-    if folder.is_file():
-        raise CheckpointError(
-            f"model.lora={name} is a file; pass the folder that holds it (model.lora={folder.parent})"
-        )
-    if not folder.is_dir():
-        if not is_repository(name):
-            raise CheckpointError(f"model.lora={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME")
-        folder = download(name, key="model.lora")
-    _check_files(folder)
+    with readable(folder, "model.lora"):
+        if folder.is_file():
+            raise CheckpointError(
+                f"model.lora={name} is a file; pass the folder that holds it (model.lora={folder.parent})"
+            )
+        if not folder.is_dir():
+            if not is_repository(name):
+                raise CheckpointError(
+                    f"model.lora={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME"
+                )
+            folder = download(name, key="model.lora")
+        _check_files(folder)
     return folder
 
 
@@ -172,6 +176,6 @@ def _rank(value: object, key: str, file: Path) -> int:
 
 
 def _alpha(value: object, key: str, file: Path) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:  # nor NaN
         raise CheckpointError(f"{file}: {key}={shown(value)} is not a number")
     return value

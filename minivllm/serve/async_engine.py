@@ -53,6 +53,7 @@ class AsyncEngine(EngineClient):
         if self._thread.ident is not None:
             self._make_thread()
         super().start()
+        self.is_sleeping = self.engine.is_sleeping()
         self.engine.served = True
         self._thread.start()
 
@@ -78,6 +79,11 @@ class AsyncEngine(EngineClient):
         """As ``EngineClient.reload_weights``; with a ``weights_iterator``, which is read in the engine's thread, as in
         ``LLMEngine.reload_weights``."""
         await self._reload(weights_path, weights_iterator, abort=abort)
+
+    async def sleep(self, level: int = 1, *, abort: bool = False) -> None:
+        """As ``EngineClient.sleep``. An engine that cannot says so before any request waits or ends."""
+        self.engine.check_sleep(level)
+        await super().sleep(level, abort=abort)
 
     async def metrics(self, model_name: str) -> bytes:
         return self.engine_loop.metrics(model_name)

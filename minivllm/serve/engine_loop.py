@@ -204,10 +204,17 @@ class EngineLoop:
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
-        elif isinstance(message, Reload) and message.only_checks:
+        elif self._is_done_at_once(message):
             self._change(message)
         else:
             self._changes.append(message)
+
+    def _is_done_at_once(self, message: Change) -> bool:
+        """Whether it need not wait for requests that run: there are none of an engine that sleeps, and one that is
+        awake has nothing to do to wake up."""
+        if isinstance(message, WakeUp):
+            return not self._changes  # in front of it may be what it is to be woken from
+        return isinstance(message, Reload) and message.only_checks
 
     def _change(self, message: Change) -> None:
         engine, failed = self.engine, None
@@ -237,6 +244,7 @@ class EngineLoop:
         for one in self._adds:
             one.dropped |= gone.intersection(one.add.request_ids)
             one.outputs = {name: output for name, output in one.outputs.items() if name not in gone}
+        self._adds = deque(one for one in self._adds if one.done or one.left)  # else they stay as long as it sleeps
 
     def _add_next(self) -> list[tuple[str, Exception | None]]:
         """Accept the next prompt; returns the outcome of its add, if that is now complete or refused."""

@@ -290,7 +290,8 @@ def test_an_async_engine_that_runs(old: Path, new: Path, engine: Engine) -> None
         while not llm.engine.has_request("before2"):
             await asyncio.sleep(0)
         reload = asyncio.create_task(running.reload_weights(new))
-        await asyncio.sleep(0)
+        while not (running.engine_loop._changes or reload.done()):  # its folder is looked at first
+            await asyncio.sleep(0)
         assert await said_by(running, "behind") == expected and reload.done()
         assert await before == first
         with pytest.raises(CheckpointError, match="nowhere does not exist"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -18,6 +21,7 @@ from minivllm.serve.async_engine import AsyncEngine
 Checkpoints = Callable[..., Path]
 PROMPTS = [[1, 5, 300], list(range(40, 80)), [7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+DEFAULTS: dict[str, Any] = {"enable_sleep_mode": True, "num_gpu_blocks_override": 64}
 
 
 def say(llm: LLM) -> list[list[int]]:
@@ -25,7 +29,7 @@ def say(llm: LLM) -> list[list[int]]:
 
 
 def make(folder: Path, tp: int = 1, **options: object) -> LLM:
-    return LLM(str(folder), device="cpu", tp=tp, num_gpu_blocks_override=64, **{"enable_sleep_mode": True} | options)
+    return LLM(str(folder), device="cpu", tp=tp, **DEFAULTS | options)
 
 
 @pytest.fixture
@@ -80,7 +84,7 @@ def test_what_is_asleep_is_refused(old: Path) -> None:
         first = say(llm)
         llm.sleep(level=2)
         llm.sleep(level=1)  # nothing is left to keep
-        with pytest.raises(RequestError, match=r"the engine sleeps; call wake_up\(\) first"):
+        with pytest.raises(RequestError, match=r"^the engine sleeps; call wake_up\(\) first"):
             say(llm)
         with pytest.raises(RequestError, match=r"the engine's weights sleep; call wake_up\(\) or wake_up\(\['weights'"):
             llm.reload_weights()
@@ -89,10 +93,59 @@ def test_what_is_asleep_is_refused(old: Path) -> None:
             say(llm)
         llm.wake_up()
         llm.wake_up()
-        with pytest.raises(RequestError, match=r"sleep\(level=2\) gave the weights up; call reload_weights first"):
+        with pytest.raises(RequestError, match=r"^sleep\(level=2\) gave the weights up; call reload_weights first"):
             say(llm)
         llm.reload_weights()
         assert say(llm) == first
+
+
+def test_who_sleeps_keeps_what_it_has(old: Path) -> None:
+    """A second call changes nothing, whatever its level; a tag may be named twice."""
+    with make(old) as llm:
+        first = say(llm)
+        llm.sleep(level=1)
+        llm.sleep(level=2)
+        llm.wake_up(["kv_cache", "kv_cache"])
+        llm.sleep(level=2)
+        llm.wake_up(["weights", "weights"])
+        llm.wake_up()
+        assert say(llm) == first
+
+
+def test_ctrl_c_while_it_falls_asleep_or_wakes_up_is_raised_once_that_is_done(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def struck(name: str) -> None:
+        inner = getattr(SingleExecutor, name)
+
+        def act(self: object, *arguments: object) -> None:
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal does it
+            inner(self, *arguments)
+
+        monkeypatch.setattr(SingleExecutor, name, act)
+
+    with make(old) as llm:
+        first = say(llm)
+        for name in ("sleep", "wake_up", "reload_weights"):
+            struck(name)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep(level=2)
+        with pytest.raises(RequestError, match="the engine sleeps; call"):
+            say(llm)
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up(["weights"])
+        with pytest.raises(RequestError, match=r"sleeps \(its kv_cache not yet woken\)"):
+            say(llm)
+        with pytest.raises(KeyboardInterrupt):
+            llm.reload_weights()
+        with pytest.raises(KeyboardInterrupt):
+            llm.wake_up()
+        assert say(llm) == first
+
+
+def test_a_cache_that_is_too_large_is_refused(old: Path) -> None:
+    with pytest.raises(ConfigError, match=r"and there is no room for that; lower cache\.num_blocks"):
+        make(old, num_gpu_blocks_override=10**12)
 
 
 def test_no_prefix_is_found_in_a_cache_that_was_given_back(old: Path) -> None:
@@ -111,9 +164,9 @@ def test_mistakes_change_nothing(old: Path) -> None:
         for level in (0, 3, "1", True, None):
             with pytest.raises(RequestError, match=r"level=.* is neither 1, .* nor 2"):
                 llm.sleep(level)  # type: ignore[arg-type]
-        for tags in (["weight"], [], "cache"):
+        for tags in (["weight"], [], "cache", 5, [["weights"]]):
             with pytest.raises(RequestError, match=r"tags=.*: name some of weights, kv_cache"):
-                llm.wake_up(tags)
+                llm.wake_up(tags)  # type: ignore[arg-type]
         llm.engine.add_request("runs", [1, 2], GREEDY)
         with pytest.raises(RequestError, match="the engine cannot sleep under 1 unfinished requests"):
             llm.engine.sleep()
@@ -194,4 +247,36 @@ def test_requests_of_an_async_engine_wait(old: Path) -> None:
             engine.stop()
 
     with make(old) as llm:
+        asyncio.run(run(llm))
+
+
+def test_an_async_engine_knows_that_its_engine_sleeps_already(old: Path) -> None:
+    async def run(llm: LLM) -> None:
+        engine = AsyncEngine(llm.engine)
+        for sleeps, between in ((True, llm.wake_up), (False, llm.sleep), (True, llm.wake_up)):
+            engine.start()
+            assert engine.is_sleeping == sleeps
+            engine.stop()
+            between()
+
+    with make(old) as llm:
+        llm.sleep()
+        asyncio.run(run(llm))
+
+
+def test_no_request_ends_for_a_sleep_that_is_refused(old: Path) -> None:
+    async def run(llm: LLM) -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        try:
+            outputs = await engine.generate(["runs"], [PROMPTS[0]], GREEDY.clone(max_tokens=400))
+            for abort in (True, False):
+                with pytest.raises(RequestError, match="made without it; type enable_sleep_mode=true"):
+                    await engine.sleep(abort=abort)
+                assert llm.engine.has_request("runs")
+            assert [output.finished async for output in outputs][-1]
+        finally:
+            engine.stop()
+
+    with make(old, enable_sleep_mode=False) as llm:
         asyncio.run(run(llm))

@@ -25,7 +25,7 @@ from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
 from minivllm.config.compose import compose_engine_config
-from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
+from minivllm.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
 from minivllm.executors import multiproc, processes
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Failed, Hello, Still
@@ -213,6 +213,13 @@ def test_an_error_of_ours_is_told_without_its_place() -> None:
     except ConfigError as error:
         failed = Failed.of(error, "in step 3")
     assert str(failed.as_error(0, starting=False)) == "rank 0 failed in step 3: ConfigError: set it"
+
+
+def test_what_one_rank_refuses_ends_the_engine() -> None:
+    """Others may have done it: an engine goes on only after a RequestError of its own."""
+    error = Failed.of(RequestError("there is no room"), "while waking up").as_error(1, starting=True)
+    assert type(error) is EngineDeadError
+    assert str(error) == "rank 1 failed while waking up: RequestError: there is no room"
 
 
 @pytest.mark.parametrize("tp", [3, 1000])

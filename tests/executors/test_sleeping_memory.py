@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, RequestError
+from minivllm.executors import sleep
 from minivllm.executors.sleep import HostRegion, SleepingMemory
 
 CPU = torch.device("cpu")
@@ -94,6 +95,38 @@ def test_level_1_keeps_weights_and_level_2_nothing() -> None:
     weight.fill_(1)
     memory.sleep(1)
     assert weight.all()
+
+
+def test_who_has_no_room_to_wake_up_may_sleep_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where weights had room and what is made of them had none: what the host keeps are still the weights."""
+    full: list[HostRegion] = []
+
+    class Gpu(HostRegion):
+        def map(self, stop: int) -> None:
+            if self in full:
+                raise torch.OutOfMemoryError("256 MiB more are needed")
+
+    class Kept:
+        def __init__(self, original: torch.Tensor) -> None:
+            self._copy = original.clone()
+
+        def restore(self, original: torch.Tensor) -> None:
+            original.copy_(self._copy)
+
+    monkeypatch.setattr(sleep, "_region", lambda size, device: Gpu(size))
+    monkeypatch.setattr(sleep, "_HostCopy", Kept)
+    memory = SleepingMemory(torch.device("cuda", 0))
+    weight = torch.ones(1000)
+    memory.take("weights", {"weight": weight})
+    memory.take("copies", {"copy": torch.ones(1000)})
+    memory.sleep(1)
+    full.append(memory._regions["copies"])  # type: ignore[arg-type]
+    for level in (1, 2):
+        with pytest.raises(RequestError, match=r"there is no room for copies, .* 256 MiB more .* call it again"):
+            memory.wake_up(["weights"])
+        memory.sleep(level)
+    full.clear()
+    assert memory.wake_up(["weights"]) and weight.all()
 
 
 def test_only_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,7 @@ def test_weights_in_fp8_are_those_of_merged_ones(
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern.q_proj=None is not a number"),
         ({"lora_alpha": "16"}, "lora_alpha='16' is not a number"),
         ({"lora_alpha": float("nan")}, "lora_alpha=nan is not a number"),
+        pytest.param({"lora_alpha": 10**400}, "lora_alpha=10+… is not a number", id="no float"),
         ({"use_rslora": "yes"}, "use_rslora='yes' is not true or false"),
         ({"modules_to_save": "lm_head"}, "modules_to_save='lm_head' is not a list of names"),
     ],
@@ -249,6 +250,8 @@ def rename(old: str, new: str) -> Callable[[Tensors], object]:
         (lambda its: its.update({B_OF_Q: torch.ones(128, 2)}), rf"1 misshapen: {B_OF_Q} \[128, 2\] where .* rank 4"),
         (lambda its: its.update({B_OF_Q: torch.ones(128, 4, 1)}), rf"1 misshapen: {B_OF_Q} \[128, 4, 1\]"),
         (lambda its: its.update({A_OF_Q: its[A_OF_Q].to(FP8)}), f"1 misshapen: {A_OF_Q} of dtype float8_e4m3fn"),
+        (lambda its: its[B_OF_Q][-1, -1].fill_(float("nan")), f"of its tensors 1 with infinity or NaN: {B_OF_Q}"),
+        (lambda its: its[A_OF_Q].fill_(-float("inf")), f"of its tensors 1 with infinity or NaN: {A_OF_Q}"),
         (
             lambda its: its.update({A_OF_Q: torch.ones(4, 65)}),
             rf"does not fit the checkpoint; of its .* 1 misshapen: for {Q}.weight \[128, 65\] where .* \[128, 64\]",
@@ -340,6 +343,12 @@ def test_a_checkpoint_in_fp8_is_refused(folder: Path, adapter: Path, tmp_path: P
         make(in_fp8, f"model.lora={adapter}")
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 100)
+    with pytest.raises(CheckpointError, match=f"^model.lora={folder} cannot be read: File name too long; pass"):
+        lora_folder(str(folder))
+
+
 def test_missing_files_are_named_with_what_to_do(folder: Path, adapter: Path) -> None:
     assert lora_folder(None) is None and lora_folder(str(adapter)) == adapter
     for path, told in (
@@ -428,6 +437,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_written(
     for change, told in (
         (lambda its: its.update({A_OF_Q: torch.ones(4, 65)}), "1 misshapen"),
         (lambda its: its.pop(A_OF_Q), "1 missing"),
+        (lambda its: its.update({A_OF_Q: torch.full((4, 64), float("nan"))}), "1 with infinity or NaN"),
     ):
         resave(adapter, change)
         with pytest.raises(CheckpointError, match=told):

@@ -34,6 +34,8 @@ class Device:
         self.come: list[float] = []
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
+    takes_requests = True
+
     @property
     def num_steps_under_way(self) -> int:
         return len(self.ends)

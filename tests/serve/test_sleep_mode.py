@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from running import Running, serving, told, until
+from running import Running, metrics, serving, told, until
 from test_reload_weights import COMPLETIONS, LONG, RELOAD, SHORT, Asked, answer_to
 
 from minivllm import LLM
@@ -67,6 +68,35 @@ def test_with_abort_what_runs_ends_with_an_error(server: Running) -> None:
     assert server.post("/sleep?abort=true").status_code == 200
     assert "aborted, as the engine goes to sleep" in told_interrupted(runs)
     assert server.post("/wake_up").status_code == 200
+    server.settled()
+
+
+def test_who_leaves_while_it_sleeps_leaves_nothing_behind(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    short = answer_to(server, SHORT)
+    assert server.post("/sleep").status_code == 200
+    stays = Asked(server, COMPLETIONS, **SHORT)
+    until(lambda: server.engine_loop.num_waiting == 1)
+    for _ in range(3):
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(COMPLETIONS, json=SHORT, timeout=0.1)
+    until(lambda: server.engine_client.num_completions == 1)
+    until(lambda: len(server.engine_loop._adds) == 1)
+    assert metrics(server)["num_requests_waiting", ""] == 1
+    assert server.post("/wake_up").status_code == 200
+    assert stays.answer().json()["choices"][0]["text"] == short
+    server.settled()
+
+
+def test_to_wake_up_who_is_awake_stops_nobody(server: Running) -> None:
+    runs = Asked(server, COMPLETIONS, **LONG)
+    until(lambda: server.engine_loop.num_running == 1)
+    assert server.post("/wake_up").status_code == 200
+    assert runs.is_alive() and server.engine_loop.num_running == 1
+    sleep = Asked(server, "/sleep?abort=true")
+    wake_up = Asked(server, "/wake_up")
+    assert sleep.answer().status_code == wake_up.answer().status_code == 200
+    told_interrupted(runs)
     server.settled()
 
 
