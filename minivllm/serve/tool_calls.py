@@ -172,13 +172,15 @@ class TaggedCalls(TextBesideCalls):
         calls: list[Call] = []
         while (begin := self._held.find(_OPEN)) >= 0:
             end, call = self._first_call(begin + len(_OPEN), last=last)
-            said += self._text(self._held[:begin], before_call=True)
-            if end is None:
+            if end is None:  # white space before it is dropped only if it is a call
+                begin = len(self._held[:begin].rstrip())
+                said += self._text(self._held[:begin], before_call=False)
                 self._held, self._tried = self._held[begin:], self._tried - begin
                 return said, calls
             if call is None:
-                said += self._held[begin:end]
+                said += self._text(self._held[:end], before_call=False)
             else:
+                said += self._text(self._held[:begin], before_call=True)
                 calls.append(call)
                 self._called = True
             self._held, self._tried = self._held[end:], 0
