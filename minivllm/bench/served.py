@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minivllm.config.modes import BenchOptions
 
 _WARM_UP_TOKENS = 8
+_READ_AHEAD = 2 << 20  # bytes; an event may be twice as long, which log-probabilities of many tokens are
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ async def measure(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=connector, read_bufsize=_READ_AHEAD
+    ) as session:
         server = Server(options.url, options.endpoint, session)
         await server.find_model()
         work = options.workload

@@ -277,6 +277,13 @@ def test_an_error_that_is_null_is_none() -> None:
         assert main(["bench", f"url={url}", *SMALL]) == 0
 
 
+def test_events_may_be_long() -> None:
+    """As with log-probabilities of many tokens, sent together because the client was slow."""
+    lines = [chunk(logprobs={"tokens": ["x" * 1000] * 1000}), b"", chunk("length"), b"data: [DONE]"]
+    with standing_in(lambda n: (200, lines)) as url:
+        assert main(["bench", f"url={url}", *SMALL]) == 0
+
+
 def test_answers_that_end_early_are_failures_unless_they_may(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
