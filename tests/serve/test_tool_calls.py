@@ -16,18 +16,10 @@ from running import OVERRIDES, SETTINGS, Running, serving, told
 
 from minivllm import LLM
 from minivllm.core.outputs import CompletionOutput, RequestOutput
+from minivllm.serve.call_readers import BareCalls, CallReader, CallsOrJson, GuidedCalls, TaggedCalls
 from minivllm.serve.protocol import ChatBody
 from minivllm.serve.replies import ChatReply
-from minivllm.serve.tool_calls import (
-    DIALECTS,
-    BareCalls,
-    CallReader,
-    CallsOrJson,
-    GuidedCalls,
-    TaggedCalls,
-    ToolUse,
-    dialect_of,
-)
+from minivllm.serve.tool_calls import DIALECTS, ToolUse, dialect_of
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
