@@ -166,7 +166,7 @@ def _read(file: Path) -> dict[tuple[str, str | None], _Config]:
             server = (row.get("record") or {}).get("url")
             config = found.setdefault((settings_of(overrides), server), _Config([]))
             if row["status"] == "ok":
-                config.records.append(row["record"])
+                config.records.append(_checked(row["record"]))
             else:
                 config.reason = f"{row['status']}: {row['reason']}"
     except IsADirectoryError as e:
@@ -179,6 +179,16 @@ def _read(file: Path) -> dict[tuple[str, str | None], _Config]:
     if not found:
         raise ConfigError(f"{file} has no result in it")
     return found
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """The record. Raises ValueError, or what Python raises for another layout, if its figures cannot be shown."""
+    mark(record)
+    for key, spread in figures(record).items():
+        for value in (spread.median, spread.min, spread.max):
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key} has {value!r}, which is no number")
+    return record
 
 
 def _named(*files: dict[tuple[str, str | None], _Config]) -> list[dict[str, _Config]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from minivllm.config.modes import BenchOptions
 
 _WARM_UP_TOKENS = 8
+_READ_AHEAD = 2 << 20  # bytes; an event may be twice as long, which log-probabilities of many tokens are
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,9 @@ async def measure(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=connector, read_bufsize=_READ_AHEAD
+    ) as session:
         server = Server(options.url, options.endpoint, session)
         await server.find_model()
         work = options.workload
@@ -89,13 +93,12 @@ async def measure(
         say("drawing the prompts")
         size = min(work.max_token_id + 1, server.vocab_size or sys.maxsize)
         texts = await asyncio.to_thread(_texts, server.coder(), tokenizer, options, size)
-        *drawn, spare = await asyncio.to_thread(_draw, options, texts, size)
+        drawn, spare = await asyncio.to_thread(_draw, options, texts, size)
         if server.max_model_len is not None:
             for requests in drawn:
                 check_fits(work, requests, server.max_model_len)
-        first = spare[0]  # has a prompt that is not measured
         say("warming up")
-        warm = await server.complete(replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS)), sampling)
+        warm = await server.complete(spare, sampling)
         if warm.error is not None:
             (other,) = PATHS.keys() - {options.endpoint}
             hint = LOWER if "vocabulary" in warm.error else ""
@@ -129,20 +132,23 @@ def _texts(served: Coder, tokenizer: str | None, options: BenchOptions, size: in
     return Texts(coder, min(size, vocab_size))
 
 
-def _draw(options: BenchOptions, texts: Texts | None, size: int) -> list[list[BenchRequest]]:
-    """The requests of each run, and one more list, whose first request has a different prompt."""
-    return [_requests(options, texts, size, number) for number in range(options.repeat)] + [
-        _requests(options, texts, size, options.repeat, num_requests=1)
-    ]
+def _draw(options: BenchOptions, texts: Texts | None, size: int) -> tuple[list[list[BenchRequest]], BenchRequest]:
+    """The requests of each run; and one to warm up with, whose prompt is none of theirs, also if a trace names them."""
+    drawn = [_requests(options, texts, size, number) for number in range(options.repeat)]
+    first, draw = drawn[0][0], random.Random(options.workload.seed + options.repeat)
+    ids = range(size) if texts is None else list(texts.words)
+    prompt = [draw.choice(ids) for _ in first.prompt]
+    text = None if texts is None else texts.of(prompt)
+    return drawn, BenchRequest(prompt, min(first.max_tokens, _WARM_UP_TOKENS), text=text)
 
 
-def _requests(options: BenchOptions, texts: Texts | None, size: int, number: int, **changes: Any) -> list[BenchRequest]:
+def _requests(options: BenchOptions, texts: Texts | None, size: int, number: int) -> list[BenchRequest]:
     def encode(text: str) -> list[int]:
         raise ValueError(
             "a text has no tokens here; give input_len or prompt_token_ids, or type endpoint=chat, which sends texts"
         )
 
-    work = replace(options.workload, seed=options.workload.seed + number, **changes)
+    work = replace(options.workload, seed=options.workload.seed + number)
     if texts is None:
         return make_requests(work, size, encode)
     requests = make_requests(work, list(texts.words), texts.encode)

@@ -85,11 +85,13 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
         found = value.filter(sorted(group_options(override.key, registry)))
     else:
         try:
-            found = [_text(v, plain=is_text) for v in parsed.sweep_iterator()]
+            found = [_text(v, plain=is_text) for v in itertools.islice(parsed.sweep_iterator(), MOST + 1)]
         except (HydraException, ValueError) as e:  # a range of step 0
             raise ConfigError(f"{override.text}: this names no value ({e})") from e
     if not found:
         raise ConfigError(f"{override.text}: this names no value")
+    if len(found) > MOST:  # a range may be endless
+        raise ConfigError(f"{override.text}: a sweep has at most {MOST} configurations; type fewer values")
     return found
 
 

@@ -164,7 +164,7 @@ def _add_keywords(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:
             raise ConfigError(_unknown_keyword(name, value))
         if value is None or (value := _value_here(name, value)) is None:
             continue
-        if asked.get(target, value) != value:
+        if target in asked and asked[target] != value:
             raise ConfigError(f"{name}={value!r} contradicts {target}={asked[target]!r}; leave one out")
         asked[target] = value
 
@@ -189,9 +189,9 @@ def _overrides(given: Any) -> list[str]:
 def _value_here(name: str, value: Any) -> Any:
     """The equivalent here of a ``vllm.LLM`` keyword's value."""
     if name == "kv_cache_dtype":
-        return CACHE_DTYPES.get(value, value)
+        return _renamed(CACHE_DTYPES, value)
     if name == "load_format":
-        return LOAD_FORMATS.get(value, value)
+        return _renamed(LOAD_FORMATS, value)
     if name == "max_model_len" and value in (-1, "auto"):  # the model's limit
         return None
     if name in NEGATED:
@@ -200,10 +200,15 @@ def _value_here(name: str, value: Any) -> Any:
         value = value.name if isinstance(value, Enum) else value
         return ATTENTION.get(value.upper(), value) if isinstance(value, str) else value
     if name == "distributed_executor_backend":
-        if value not in EXECUTORS:
+        if not isinstance(value, str) or value not in EXECUTORS:
             raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {listing(sorted(EXECUTORS))}")
         return EXECUTORS[value]
     return value
+
+
+def _renamed(names: Mapping[str, str], value: Any) -> Any:
+    """Our name for vLLM's; other values unchanged."""
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _unknown_keyword(name: str, value: Any) -> str:

@@ -18,6 +18,7 @@ from minivllm.serve.generation import Aborted, Interrupted
 
 _GONE = 499  # never read: the client has disconnected
 _RETRY = {"Retry-After": "1"}
+_JSON = re.compile(r"application/(\S+\+)?json", re.IGNORECASE)  # what FastAPI reads as JSON
 _TYPE = re.compile(r"(str|int|float|bool|list|dict|function-\w+)\b(\[|$)")  # pydantic's, of a union, in a place
 _TAKES = {  # of fields that take several
     "stop": "it is a string, or a list of strings",
@@ -89,7 +90,7 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "nothing")
-        if kind.partition(";")[0].strip().lower() != "application/json":
+        if not _JSON.fullmatch(kind.partition(";")[0].strip()):
             said = f"the body's Content-Type is {kind}; send JSON, and the header Content-Type: application/json"
             return error_response(ClientError(said, status=415))
         return error_response(_as_client_error(error.errors()[0], error.body))

@@ -48,10 +48,14 @@ class EngineCollector(Collector):
         for reason, count in sorted(timings.ends.items()):
             ended.add_metric([self._model, reason], count)
         yield ended
-        yield self._histogram("request_queue_time_seconds", "Arrival to admission.", timings.queue)
-        yield self._histogram("time_to_first_token_seconds", "Arrival to first token.", timings.first_token)
+        yield self._histogram("request_queue_time_seconds", "Arrival to admission, by completion.", timings.queue)
+        yield self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token, by completion.", timings.first_token
+        )
         yield self._histogram("inter_token_latency_seconds", "From token to token.", timings.between_tokens)
-        yield self._histogram("e2e_request_latency_seconds", "Arrival to last token.", timings.whole_request)
+        yield self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token, by request.", timings.whole_request
+        )
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(_PREFIX + name, help, labels=["model_name"])

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.serve.call_readers import CallReader
 from minivllm.serve.echo import Echo, emptied, own_and_best
 from minivllm.serve.reasoning import Thoughts
 from minivllm.serve.responses import (
@@ -29,7 +30,7 @@ from minivllm.serve.responses import (
     TokenLogprob,
     Usage,
 )
-from minivllm.serve.tool_calls import CallReader, ToolUse
+from minivllm.serve.tool_calls import ToolUse
 
 _LEAST = -9999.0  # replaces minus infinity, which JSON lacks, as in vLLM
 _MARK = "\ue000 text \ue000"  # marks the text's place in a chunk's JSON

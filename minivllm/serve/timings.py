@@ -95,9 +95,10 @@ class Timings:
             seq = self._engine.scheduler.sequences[slot]
             if seq is None:
                 continue
-            name = request_of(seq) if seq.num_preemptions == 0 else None
-            starting.append((slot, name))
-            if name is not None and (known := self._arrived.get(name)) is not None:
+            name = request_of(seq)
+            has_first = len(seq.known) > seq.prompt_len  # it was preempted after its first token
+            starting.append((slot, None if has_first else name))
+            if seq.num_preemptions == 0 and (known := self._arrived.get(name)) is not None:
                 self.queue.add(began - known[0])
         if starting:
             self._starting[batch.step] = starting

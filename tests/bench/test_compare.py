@@ -174,3 +174,21 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, argv, message):
     lines(tmp_path / "b", record({"tp": "4"}))
     assert main(["bench", "compare", *(a.format(folder=tmp_path) for a in argv)]) == 2
     assert message.format(folder=tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"output_tokens_per_s": "fast", "spread": {}},
+        {"spread": {"output_tokens_per_s": {"median": None, "min": 1, "max": 2}}},
+        {"spread": {"output_tokens_per_s": {"median": 1}}},
+        {"spread": 3},
+        {"runs": None},
+        {"host": [{"running": 1, "waiting": 0}]},
+        {"device": ["cpu"]},
+    ],
+)
+def test_a_record_that_no_bench_wrote_is_refused_with_its_files_name(tmp_path, capsys, wrong):
+    a, b = lines(tmp_path / "a", record(SETTINGS)), lines(tmp_path / "b", record(SETTINGS) | wrong)
+    assert main(["bench", "compare", a, b]) == 2
+    assert f"{b} is neither results.json of a sweep nor JSON lines" in capsys.readouterr().err

@@ -92,6 +92,7 @@ def test_hydras_sweep_syntax_holds(override, values):
         ("tp=range(3,3)", "names no value"),
         ("seed=range(1,3,0)", r"names no value \(range\(\) arg 3 must not be zero\)"),
         ("cache.gpu_memory_utilization=range(0.1,0.3,0.0)", "names no value"),
+        ("seed=range(0,1000000000000)", "a sweep has at most 10000 configurations; type fewer values"),
         ("tp=(1", "cannot be read"),
         ("tp=1,", "cannot be read .mismatched input '<EOF>'.; several values are typed tp=a,b"),
     ],

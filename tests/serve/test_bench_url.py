@@ -277,6 +277,13 @@ def test_an_error_that_is_null_is_none() -> None:
         assert main(["bench", f"url={url}", *SMALL]) == 0
 
 
+def test_events_may_be_long() -> None:
+    """As with log-probabilities of many tokens, sent together because the client was slow."""
+    lines = [chunk(logprobs={"tokens": ["x" * 1000] * 1000}), b"", chunk("length"), b"data: [DONE]"]
+    with standing_in(lambda n: (200, lines)) as url:
+        assert main(["bench", f"url={url}", *SMALL]) == 0
+
+
 def test_answers_that_end_early_are_failures_unless_they_may(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -418,8 +425,19 @@ def test_a_traces_texts_and_tokens_are_what_a_chat_says(tmp_path: Path) -> None:
         keys = ("workload=trace", f"workload.path={trace}", "max_concurrency=1")
         assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 0
         assert main(["bench", f"url={url}", *keys]) == 2  # no texts there
-    first, second, third = (body["messages"][0]["content"] for body in bodies[1:])
+    warm_up, first, second, third = (body["messages"][0]["content"] for body in bodies)
+    assert len(warm_up) == len(first) and warm_up[:4] != first[:4]  # else the first would be found in the cache
     assert (first, second) == ("Is it so?", "as it is, too") and len(third) == 4 and third.isalpha()
+
+
+def test_a_traces_first_tokens_are_not_in_the_cache_before(tmp_path: Path) -> None:
+    trace, bodies = tmp_path / "trace.jsonl", list[dict[str, Any]]()
+    trace.write_text(json.dumps({"prompt_token_ids": [*range(90)], "output_len": 20}))
+    with standing_in(lambda n: (200, WHOLE), bodies=bodies) as url:
+        assert main(["bench", f"url={url}", "workload=trace", f"workload.path={trace}"]) == 0
+    warm_up, first = bodies
+    assert first["prompt"] == [*range(90)] and first["max_tokens"] == 20
+    assert len(warm_up["prompt"]) == 90 and warm_up["prompt"][:4] != [0, 1, 2, 3] and warm_up["max_tokens"] == 8
 
 
 def test_a_chat_server_that_counts_nothing_and_has_no_tokenizer(

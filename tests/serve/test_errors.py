@@ -234,6 +234,10 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "vllm_xargs has \\ud800", "vllm_xargs")
     told(send('{"prompt": "a", "stop": ["\\ud800"]}'), 400, "stop: '\\ud800' contains a lone surrogate", "stop")
     told(send('{"prompt": "a", "seed": 1%s}' % ("0" * 40)), 400, "more than 18446744073709551615", "seed")
+    for kind in ("application/vnd.api+json", "Application/JSON; charset=utf-8"):  # which are JSON, too
+        assert send('{"prompt": "a", "max_tokens": 1}', kind).status_code == 200
+        told(send('{"prompt": "a", "temperature": "hot"}', kind), 400, "temperature: ", "temperature")
+        told(send('{"prompt": ', kind), 400, "the body is not JSON")
     told(send('{"prompt": "a"}', "application/jsonx"), 415, "Content-Type: application/json")
     told(send("[1]"), 400, "the body is not a JSON object")
     told(send('{"prompt": "a"}', "application/x-www-form-urlencoded"), 415, "Content-Type: application/json")

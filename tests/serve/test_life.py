@@ -307,6 +307,18 @@ def test_the_last_token_in_a_slot_is_not_the_first_of_the_next_sequence(
     assert all(token > began for token, began in zip(first, queued, strict=True))
 
 
+def test_a_prompt_that_is_preempted_before_its_first_token_has_one(make_llm: Callable[..., LLM]) -> None:
+    engine = make_llm("cache.num_blocks=14", "scheduler.max_num_batched_tokens=4", "max_model_len=80").engine
+    timings = engine.observer = Timings(engine)
+    for name, prompt, length in (("a", [5] * 30, 40), ("b", list(range(60)), 3)):
+        timings.arrived(name, time.perf_counter(), 1)
+        engine.add_request(name, prompt, SamplingParams(max_tokens=length, temperature=0, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.stats.preemptions == 1 and timings.queue.counts.sum() == 2
+    assert timings.first_token.counts.sum() == 2 and timings.between_tokens.counts.sum() == 39 + 2
+
+
 def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     engine = AsyncEngine(llm.engine)

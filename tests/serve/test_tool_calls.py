@@ -16,18 +16,10 @@ from running import OVERRIDES, SETTINGS, Running, serving, told
 
 from minivllm import LLM
 from minivllm.core.outputs import CompletionOutput, RequestOutput
+from minivllm.serve.call_readers import BareCalls, CallReader, CallsOrJson, GuidedCalls, TaggedCalls
 from minivllm.serve.protocol import ChatBody
 from minivllm.serve.replies import ChatReply
-from minivllm.serve.tool_calls import (
-    DIALECTS,
-    BareCalls,
-    CallReader,
-    CallsOrJson,
-    GuidedCalls,
-    TaggedCalls,
-    ToolUse,
-    dialect_of,
-)
+from minivllm.serve.tool_calls import DIALECTS, ToolUse, dialect_of
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -58,7 +50,14 @@ TAGGED = [
         [("weather", {"city": "Paris"})],
     ),
     ('<tool_call>[1, "a"]</tool_call>', '<tool_call>[1, "a"]</tool_call>', []),
-    ('a <tool_call>\n{"name": "weather", "argum', 'a<tool_call>\n{"name": "weather", "argum', []),
+    ('a <tool_call>\n{"name": "weather", "argum', 'a <tool_call>\n{"name": "weather", "argum', []),
+    ("a\n\n<tool_call>b</tool_call>\n c", "a\n\n<tool_call>b</tool_call>\n c", []),
+    (
+        f"{PARIS}\n <tool_call>b</tool_call> \n{PARIS}",
+        "\n <tool_call>b</tool_call>",
+        [("weather", {"city": "Paris"})] * 2,
+    ),
+    (f"{PARIS}<tool_call>b</tool_call>\n", "<tool_call>b</tool_call>\n", [("weather", {"city": "Paris"})]),
     ('<tool_call>{"name": "é", "parameters": {"ü": 1.50}}</tool_call>', "", [("é", {"ü": 1.5})]),
     ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "", [("f", {"a": "\ud83d"})]),
     ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
