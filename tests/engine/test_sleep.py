@@ -179,11 +179,6 @@ def test_mistakes_change_nothing(old: Path) -> None:
         llm.wake_up()
 
 
-def test_a_cache_without_room_is_refused_with_the_numbers(old: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a cache of 1000000000000 blocks of 16 tokens takes .* there is no room"):
-        LLM(str(old), device="cpu", enable_sleep_mode=True, num_gpu_blocks_override=10**12)
-
-
 def test_executors_may_not_sleep_and_may_fail(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(old) as llm:
         first = say(llm)
