@@ -246,7 +246,7 @@ class SleepingMemory:
                 ) from error
             self._asleep.remove(name)
         kept = self._kept
-        if kept is None or "weights" in self._asleep:
+        if kept is None or self._asleep & {"weights", "copies"}:
             return False
         self._kept = None
         kept.restore(self._regions["weights"].tensor)
