@@ -54,12 +54,19 @@ def tensors_in(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in tensors.offset_keys():  # in file order, so that reads are sequential
                 yield name, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} {_why_unreadable(file, error)}") from error
+
+
+def _why_unreadable(file: Path, error: Exception) -> str:
+    try:
         with file.open("rb") as head:
-            pointer = b"git-lfs" in head.read(64)
-        why = f"is damaged or truncated ({error}); fetch the file again"
-        if pointer:
-            why = "is a Git LFS pointer; run `git lfs pull` in its folder"
-        raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
+            pointer, size = b"git-lfs" in head.read(64), file.stat().st_size
+    except OSError as of_file:
+        link = f", a link to {file.readlink()}" if file.is_symlink() else ""
+        return f"cannot be read ({of_file.strerror}{link}); fetch the file again"
+    if pointer:
+        return f"({size} bytes) is a Git LFS pointer; run `git lfs pull` in its folder"
+    return f"({size} bytes) is damaged or truncated ({error}); fetch the file again"
 
 
 def shapes_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -215,6 +215,21 @@ def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
         build(folder)
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("folder", "Is a directory"), ("link", "No such file or directory, a link to .*gone")],
+)
+def test_a_file_that_cannot_be_read_is_named(folder: Path, kind: str, why: str) -> None:
+    file = folder / "model.safetensors"
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to(folder / "gone")  # as in a cache of the Hub that was moved
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors cannot be read \({why}\); fetch the file again"):
+        build(folder)
+
+
 def test_a_git_lfs_pointer_is_recognized(folder: Path) -> None:
     (folder / "model.safetensors").write_text("version git-lfs spec v1\noid sha256:0\nsize 1\n")
     with pytest.raises(CheckpointError, match="is a Git LFS pointer; run `git lfs pull`"):
