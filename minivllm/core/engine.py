@@ -453,7 +453,10 @@ class LLMEngine:
         asleep = [tag for tag in checked_tags(tags) if tag in self._sleeping.tags]
         for tag in asleep:
             with self._between_steps("it is waking up", "make a new engine: waking up failed"):
-                self.executor.wake_up([tag])
+                try:
+                    self.executor.wake_up([tag])
+                except RequestError as error:
+                    raise RequestError(f"{error}; free memory and call wake_up again") from error
                 self._sleeping.tags.remove(tag)
 
     def is_sleeping(self) -> bool:

@@ -240,10 +240,8 @@ class SleepingMemory:
             try:
                 self._regions[name].map(len(tensor))
             except torch.OutOfMemoryError as error:
-                raise RequestError(
-                    f"wake_up: there is no room for {name}, {len(tensor) / 2**30:.2f} GiB: {error}; free memory and "
-                    "call it again"
-                ) from error
+                said = f"wake_up: there is no room for {name}, {len(tensor) / 2**30:.2f} GiB: {error}"
+                raise RequestError(said) from error
             self._asleep.remove(name)
         kept = self._kept
         if kept is None or self._asleep & {"weights", "copies"}:

@@ -208,7 +208,7 @@ def test_there_may_be_no_room_to_wake_up(old: Path, monkeypatch: pytest.MonkeyPa
                 raise RequestError("there is no room")
 
             patch.setattr(SingleExecutor, "wake_up", full)
-            with pytest.raises(RequestError, match="there is no room"):
+            with pytest.raises(RequestError, match="there is no room; free memory and call wake_up again"):
                 llm.wake_up()
         assert llm.engine.is_sleeping()
         llm.wake_up()
