@@ -13,8 +13,8 @@ import torch
 from minivllm.errors import CheckpointError
 from minivllm.models.checkpoint import read_quantization
 from minivllm.models.fp8_config import Fp8Config
-from minivllm.models.loader import iterate_safetensors
-from minivllm.models.lora import Adapter, merged_weights
+from minivllm.models.loader import iterate_safetensors, shapes_of
+from minivllm.models.lora import Adapter
 from minivllm.naming import listed
 from minivllm.rounding import cdiv
 
@@ -34,10 +34,15 @@ _NOT_OF_WEIGHTS = (
 def float_weights(
     folder: Path, device: torch.device | str, adapter: Adapter | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor of a checkpoint, with the ``adapter`` merged; weights in FP8 become float32 on
-    ``device``."""
-    weights = iterate_safetensors(folder) if adapter is None else merged_weights(folder, adapter, device)
-    return dequantized(weights, read_quantization(folder), device)
+    """(name, tensor) of every tensor of a checkpoint; weights in FP8 become float32 on ``device``. An ``adapter`` is
+    merged into them; if it does not fit, CheckpointError is raised before any is read."""
+    config = read_quantization(folder)
+    weights = dequantized(iterate_safetensors(folder), config, device)
+    if adapter is None:
+        return weights
+    for _ in adapter.merge(dequantized(shapes_of(folder), config, "meta"), "meta"):
+        pass
+    return adapter.merge(weights, device)
 
 
 def dequantized(

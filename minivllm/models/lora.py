@@ -15,7 +15,7 @@ import torch
 
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError
-from minivllm.models.loader import FLOATS, iterate_safetensors, shapes_of, tensors_in
+from minivllm.models.loader import FLOATS, tensors_in
 from minivllm.models.lora_config import MERGE_ELSEWHERE, TENSORS, read_lora_config
 from minivllm.naming import listed
 
@@ -120,21 +120,14 @@ class Adapter:
     def merge(
         self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device | str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every tensor of a checkpoint, merged where the adapter changes it.
+        """(name, tensor) of every tensor of a checkpoint, none in FP8, merged where the adapter changes it.
 
         Raises:
-            CheckpointError: at the first tensor in FP8; or after the last one, naming each of the adapter's that was
-                not used exactly once.
+            CheckpointError: after the last one, naming each of the adapter's that was not used exactly once.
         """
         problems: _Problems = defaultdict(list)
         used: set[str] = set()
         for name, tensor in weights:
-            if tensor.is_floating_point() and tensor.dtype.itemsize == 1:
-                raise CheckpointError(
-                    f"model.lora={self._folder}: the checkpoint is in FP8 ({name}), and an adapter is merged only into "
-                    "one that is not; use the model's bfloat16 or float16 checkpoint, and for weights in FP8 "
-                    "quantization=fp8"
-                )
             change = self._changes.get(name)
             if change is None:
                 yield name, tensor
@@ -159,10 +152,3 @@ class Adapter:
                 f"model.lora={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this model, "
                 f"and complete? If so, {MERGE_ELSEWHERE}"
             )
-
-
-def merged_weights(folder: Path, adapter: Adapter, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor of a checkpoint, merged. What does not fit is refused before any is read."""
-    for _ in adapter.merge(shapes_of(folder), "meta"):
-        pass
-    yield from adapter.merge(iterate_safetensors(folder), device)

@@ -47,10 +47,9 @@ def check_folder(
             f"{key}={folder} is a checkpoint of another model than the engine's: {listed(different, 4)}; make a new "
             "engine of it"
         )
-    shapes = shapes_of(folder)
+    weights = dequantized(shapes_of(folder), read_quantization(folder), "meta")
     if lora is not None:
-        shapes = Adapter(lora, model_config).merge(shapes, "meta")
-    weights = dequantized(shapes, read_quantization(folder), "meta")
+        weights = Adapter(lora, model_config).merge(weights, "meta")
     with torch.device("meta"):
         model = model_class(model_config, TensorParallel())
     try:

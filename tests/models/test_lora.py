@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from minivllm import LLM, SamplingParams
 from minivllm.errors import CheckpointError, ConfigError, RequestError
 from minivllm.models.checkpoint import read_model_config
+from minivllm.models.fp8_checkpoint import float_weights
 from minivllm.models.loader import iterate_safetensors
-from minivllm.models.lora import Adapter, merged_weights
+from minivllm.models.lora import Adapter
 from minivllm.models.lora_config import lora_folder, read_lora_config
 
 Checkpoints = Callable[..., Path]
@@ -41,7 +42,7 @@ def adapter(folder: Path, tmp_path: Path) -> Path:
 
 
 def merged(folder: Path, adapter: Path) -> Tensors:
-    return dict(merged_weights(folder, Adapter(adapter, read_model_config(folder)), "cpu"))
+    return dict(float_weights(folder, "cpu", Adapter(adapter, read_model_config(folder))))
 
 
 def by_hand(checkpoint: Path, to: Path, changes: Tensors) -> Path:
@@ -328,7 +329,8 @@ def test_a_tensor_that_the_checkpoint_has_twice_is_named(folder: Path, adapter: 
         merged(twice, adapter)
 
 
-def test_a_checkpoint_in_fp8_is_refused(folder: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_what_the_numbers_of_a_checkpoint_in_fp8_mean(folder: Path, tmp_path: Path) -> None:
+    products = save_adapter(adapter := tmp_path / "adapter", folder, [Q, DOWN])
     in_fp8 = by_hand(folder, tmp_path / "fp8", {})
 
     def round_down(its: Tensors) -> None:
@@ -337,10 +339,15 @@ def test_a_checkpoint_in_fp8_is_refused(folder: Path, adapter: Path, tmp_path: P
 
     resave(in_fp8, round_down, "model.safetensors")
     edit_json(in_fp8 / "config.json", quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
-    make(in_fp8).shutdown()
-    told = rf"the checkpoint is in FP8 \({DOWN}.weight\).* bfloat16 or float16 checkpoint.*quantization=fp8"
-    with pytest.raises(CheckpointError, match=told):
-        make(in_fp8, f"model.lora={adapter}")
+    plain, found = dict(float_weights(in_fp8, "cpu")), merged(in_fp8, adapter)
+    assert plain.keys() == found.keys() and plain[f"{DOWN}.weight"].dtype == torch.float32
+    for name, tensor in plain.items():
+        torch.testing.assert_close(found[name], tensor + 2 * products[name] if name in products else tensor)
+    with make(in_fp8, f"model.lora={adapter}") as llm, make(in_fp8) as without:
+        first = say(llm)
+        assert first != say(without)
+        llm.reload_weights()
+        assert say(llm) == first
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
