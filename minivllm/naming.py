@@ -1,8 +1,9 @@
-"""How error messages list names, and suggest some for an unknown one: with the same wording everywhere."""
+"""How names are recognized, and how error messages list them and suggest some: alike everywhere."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 _ALIKE = 0.6  # the lowest difflib ratio of a suggestion
@@ -33,6 +34,11 @@ def did_you_mean(value: str, allowed: Iterable[str]) -> str:
 def either(names: list[str]) -> str:
     """``a``, ``a or b``, ``a, b or c``."""
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def is_repository(name: str) -> bool:
+    """Whether it may be a repository's ORG/NAME on the Hub."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def listing(names: Iterable[str]) -> str:

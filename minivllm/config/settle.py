@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from minivllm.config.keys import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
-from minivllm.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, is_repository, listing
 from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 
@@ -75,7 +75,7 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
     if model.lora is not None:
         folder = os.path.expanduser(model.lora)
-        if os.path.isdir(folder) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model.lora):  # ranks may run elsewhere
+        if os.path.isdir(folder) or not is_repository(model.lora):  # ranks may run elsewhere
             model.lora = os.path.abspath(folder)
     if model.path is not None or "model.repo" in final:
         source = f"model.path={model.path}" if model.path is not None else f"model.repo={model.repo}"

@@ -466,7 +466,7 @@ class LLMEngine:
     @property
     def takes_requests(self) -> bool:
         """False while it sleeps, and until other weights are loaded if it gave its own up."""
-        return not (self._sleeping.tags or self._sleeping.weights_lost)
+        return self._sleeping.takes_requests
 
     def _refuse_under_requests(self, what: str) -> None:
         if self._requests:

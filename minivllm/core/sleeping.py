@@ -20,14 +20,19 @@ class Sleeping:
         self.weights_lost |= level == 2 and "weights" not in self.tags
         self.tags.update(MEMORY_TAGS)
 
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.tags or self.weights_lost)
+
     def refuse_requests(self) -> None:
         """Raises RequestError if none can be answered."""
+        if self.takes_requests:
+            return
         with of_whole_request():
-            if self.tags:
-                which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
-                raise RequestError(f"the engine sleeps{which}; call wake_up() first")
-            if self.weights_lost:
+            if not self.tags:
                 raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
+            which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
+            raise RequestError(f"the engine sleeps{which}; call wake_up() first")
 
     def refuse_weights(self) -> None:
         """Raises RequestError if none can be loaded."""

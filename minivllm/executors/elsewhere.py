@@ -1,13 +1,16 @@
-"""What executors whose ranks run in other processes refuse before they start or tell any."""
+"""What executors have in common whose ranks run in other processes: what ranks are told to do between steps, and what
+is refused before any is started or told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from minivllm.core.interfaces import Executor
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import RequestError
 
@@ -16,15 +19,32 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
+# Methods that ranks are told to call between steps (``StepTaker.call``), and what they are doing meanwhile.
+DOING = {"reload_weights": "loading weights", "sleep": "falling asleep", "wake_up": "waking up"}
 
-def folder_of(weights: Path | Iterable[tuple[str, torch.Tensor]] | None, executor: str) -> Path | None:
-    """What ranks are told of the weights to load. Raises RequestError for tensors."""
-    if weights is None or isinstance(weights, Path):
-        return weights
-    raise RequestError(
-        f"weights_iterator with executor={executor}: its ranks run in other processes, which no tensor of this one "
-        "reaches; save the weights as a checkpoint and pass weights_path=DIR"
-    )
+
+class ElsewhereExecutor(Executor):
+    """Its ranks run in other processes, and no object of this one reaches them."""
+
+    name: ClassVar[str]  # as users type it
+
+    @abstractmethod
+    def tell_all(self, method: str, argument: str) -> None:
+        """Have all ranks call one of ``DOING``, and return when they have. Raises EngineDeadError if one fails."""
+
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        if weights is not None and not isinstance(weights, Path):
+            raise RequestError(
+                f"weights_iterator with executor={self.name}: its ranks run in other processes, which no tensor of "
+                "this one reaches; save the weights as a checkpoint and pass weights_path=DIR"
+            )
+        self.tell_all("reload_weights", str(weights or ""))
+
+    def sleep(self, level: int) -> None:
+        self.tell_all("sleep", str(level))
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        self.tell_all("wake_up", ",".join(tags))
 
 
 def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:

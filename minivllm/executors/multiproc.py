@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minivllm.core.batch import mask_words
-from minivllm.core.interfaces import Executor, StepHandle, StepResult
+from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.errors import ConfigError, MinivllmError, was_shut_down
-from minivllm.executors.elsewhere import folder_of, refuse_unsplittable
+from minivllm.executors.elsewhere import DOING, ElsewhereExecutor, refuse_unsplittable
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Build, Hello
 from minivllm.executors.peers import check_all_reduce
@@ -39,11 +39,12 @@ if TYPE_CHECKING:
 _LOGPROBS = 20  # per token, in a slot for results; more are sent in pieces
 
 
-class MultiprocExecutor(Executor):
+class MultiprocExecutor(ElsewhereExecutor):
     """Options: ``devices``, GPU indices (default 0, 1, …); ``step_timeout`` and ``start_timeout`` in seconds (how long
     startup may make no progress); ``all_reduce``: small all-reduces use peer memory up to the size where that is faster
     (auto), never (nccl) or up to ``all_reduce_bytes`` (peer)."""
 
+    name = "multiproc"
     takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
@@ -177,22 +178,12 @@ class MultiprocExecutor(Executor):
 
     # ------------------------------------------------------------------ the rest
 
-    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        self._call("reload_weights", str(folder_of(weights, "multiproc") or ""), "loading weights")
-
-    def sleep(self, level: int) -> None:
-        self._call("sleep", str(level), "falling asleep")
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        self._call("wake_up", ",".join(tags), "waking up")
-
-    def _call(self, method: str, argument: str, doing: str) -> None:
-        """Have all ranks do this, and wait until they have."""
+    def tell_all(self, method: str, argument: str) -> None:
         self._check_alive()
         self._ranks.begin_again()
         self._tell(pack_call(method, argument))
         try:
-            self._ranks.wait_ready(doing)
+            self._ranks.wait_ready(DOING[method])
         except MinivllmError as error:
             raise self._died(error) from None
 

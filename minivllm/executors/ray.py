@@ -8,7 +8,6 @@ would wait forever.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,9 +17,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from minivllm.core.interfaces import Executor, StepHandle, StepResult
+from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, one_line, was_shut_down
-from minivllm.executors.elsewhere import folder_of, refuse_unsplittable
+from minivllm.executors.elsewhere import DOING, ElsewhereExecutor, refuse_unsplittable
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
@@ -29,8 +28,6 @@ from minivllm.executors.step_bytes import pack_batch, pack_masks, unpack_result
 from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
-    import torch
-
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
@@ -41,10 +38,11 @@ _LAST_WORDS = 2.0  # seconds for other ranks to report, to find which failed fir
 _PUT = 64 << 10  # a larger step is put in the object store once instead of sent to each actor
 
 
-class RayExecutor(Executor):
+class RayExecutor(ElsewhereExecutor):
     """Options: ``address`` of the cluster (by default the running one, or a new one on this machine); ``step_timeout``
     and ``start_timeout`` in seconds (how long startup may make no progress)."""
 
+    name = "ray"
     takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
@@ -116,19 +114,9 @@ class RayExecutor(Executor):
         self.check_health()
         self._launched |= self._tell(pack_masks(masks))  # belongs to the step, which waits for it
 
-    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
-        self._call("reload_weights", str(folder_of(weights, "ray") or ""), "loading weights")
-
-    def sleep(self, level: int) -> None:
-        self._call("sleep", str(level), "falling asleep")
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        self._call("wake_up", ",".join(tags), "waking up")
-
-    def _call(self, method: str, argument: str, doing: str) -> None:
-        """Have all ranks do this, and wait until they have."""
+    def tell_all(self, method: str, argument: str) -> None:
         self.check_health()
-        self._hearts.begin(doing)
+        self._hearts.begin(DOING[method])
         calls = {actor.call.remote(method, argument): rank for rank, actor in enumerate(self._actors)}
         self._gather(calls, time_limit=None)
         self._hearts.starting = False

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minivllm.executors.elsewhere import DOING
 from minivllm.executors.step_bytes import unpack_batch, unpack_masks
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
     from minivllm.executors.worker import Worker
-
-_DOING = {"reload_weights": "loading weights", "sleep": "falling asleep", "wake_up": "waking up"}
 
 
 class StepTaker:
@@ -37,7 +36,7 @@ class StepTaker:
     def call(self, method: str, argument: str) -> None:
         """``Executor``'s method of this name, between steps. ``argument``: a checkpoint's folder, "" for the one that
         the worker started with; a level; tags."""
-        self.doing = f"while {_DOING[method]}"
+        self.doing = f"while {DOING[method]}"
         if method == "reload_weights":
             self.worker.reload_weights(Path(argument) if argument else None)
         elif method == "sleep":

@@ -79,20 +79,24 @@ class TorchrunExecutor(Executor):
 
     # ------------------------------------------------------------------ steps
 
-    def launch(self, batch: Batch) -> StepHandle:
+    def _running(self) -> Worker:
+        """Raises EngineDeadError if it was shut down."""
         if self._worker is None:
             raise was_shut_down()
+        return self._worker
+
+    def launch(self, batch: Batch) -> StepHandle:
+        worker = self._running()
         if not self._groups:
-            return self._worker.launch(batch)
+            return worker.launch(batch)
         digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
         check = _Exchange(self._groups[1], self._args[0].tp, batch.step, digest)
         if self._device == "cpu":  # steps run synchronously and would hang if ranks differed
             self._verify(check, batch.step)
-        return _Step(self, check, batch.step, self._worker.launch(batch))
+        return _Step(self, check, batch.step, worker.launch(batch))
 
     def guide(self, masks: TokenMasks) -> None:
-        assert self._worker is not None
-        self._worker.guide(masks)
+        self._running().guide(masks)
 
     def _verify(self, check: _Exchange, step: int) -> None:
         try:
@@ -103,11 +107,9 @@ class TorchrunExecutor(Executor):
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Returns when the weights are loaded on all ranks of this replica, each of which calls it."""
-        if self._worker is None:
-            raise was_shut_down()
-        failed: Exception | None = None
+        worker, failed = self._running(), None
         try:
-            self._worker.reload_weights(weights)
+            worker.reload_weights(weights)
         except Exception as error:
             failed = error
         others = self._loads_of_others(failed is None) if self._groups else []
@@ -118,15 +120,11 @@ class TorchrunExecutor(Executor):
 
     def sleep(self, level: int) -> None:
         """Of this rank; each rank calls it."""
-        if self._worker is None:
-            raise was_shut_down()
-        self._worker.sleep(level)
+        self._running().sleep(level)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Of this rank; each rank calls it."""
-        if self._worker is None:
-            raise was_shut_down()
-        self._worker.wake_up(tags)
+        self._running().wake_up(tags)
 
     def _loads_of_others(self, done: bool) -> list[int]:
         """Wait for all ranks; returns those that failed to load, if this one is ``done``. Raises EngineDeadError if one

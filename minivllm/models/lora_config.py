@@ -16,6 +16,7 @@ from typing import Any
 
 from minivllm.errors import CheckpointError, shown
 from minivllm.models.checkpoint import download, read_json, readable
+from minivllm.naming import is_repository
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_ELSEWHERE = "merge it with PEFT's merge_and_unload and save_pretrained, and pass that folder as model.path"
@@ -70,11 +71,6 @@ def lora_folder(name: str | None) -> Path | None:
             folder = download(name, key="model.lora")
         _check_files(folder)
     return folder
-
-
-def is_repository(name: str) -> bool:
-    """Whether it may be a repository's ORG/NAME."""
-    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None
 
 
 def _check_files(folder: Path) -> None:
