@@ -20,7 +20,7 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.overrides import definer
 from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
-from minivllm.models.lora_config import lora_folder, read_lora_config
+from minivllm.models.lora_config import adapter_folder, lora_folder, read_lora_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
 from minivllm.rounding import cdiv
@@ -213,6 +213,22 @@ def find_weights(
     name = registry.model_for_architecture(model_config.architecture).name
     check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key, lora)
     return None if weights_path is None else folder  # each rank finds its own itself
+
+
+def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str) -> Path:
+    """The folder of a request's LoRA adapter, after all checks that are possible before a rank reads it.
+
+    Raises:
+        CheckpointError: it has no adapter, or none of this model that single requests may have.
+    """
+    from minivllm.models.request_adapters import PATH, check_adapter
+    from minivllm.plugins.manager import default_registry
+
+    folder = Path(os.path.abspath(adapter_folder(path, PATH)))  # ranks may run in another one
+    registry = default_registry()
+    model_class = registry.resolve("model", registry.model_for_architecture(model_config.architecture).name)
+    check_adapter(folder, model_config, model_class, config.max_lora_rank)
+    return folder
 
 
 def model_length(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -15,11 +15,12 @@ from minivllm.bytecode import kept_bytecode
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import uncollected
 from minivllm.core.longest_first import longest_first
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, of_prompt, shown
-from minivllm.missing import OF_LORA, missing_method, refuse
+from minivllm.missing import missing_method, refuse
 from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _ENCODED_AT_ONCE = 64  # prompts
 # vLLM's arguments that are not supported, each with the one value that is accepted because it changes nothing.
 _BOTH_NEUTRAL: dict[str, Any] = {
-    "guided_options_request": None, "lora_request": None, "mm_processor_kwargs": {}, "prompt_adapter_request": None,
+    "guided_options_request": None, "mm_processor_kwargs": {}, "prompt_adapter_request": None,
     "tokenization_kwargs": {},
 }  # fmt: skip
 _GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
@@ -43,7 +44,6 @@ _OnOutput = Callable[[int, "RequestOutput"], None]  # gets a prompt's index and 
 _INSTEAD = {field.name: f"give SamplingParams({field.name}=...)" for field in fields(SamplingParams)} | {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
-    **OF_LORA,
     "stream": "LLMEngine's step returns the tokens of each step",
 }
 
@@ -104,6 +104,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         on_output: _OnOutput | None = None,
         **others: Any,
@@ -114,7 +115,8 @@ class LLM:
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all prompts, or one per prompt. ``use_tqdm``: whether to show progress, or a
-        callable that is used like ``tqdm``. ``priority``: one per prompt, smaller is served earlier; only for
+        callable that is used like ``tqdm``. ``lora_request``: a LoRA adapter for all prompts, or one or None per
+        prompt; at most ``max_loras`` different ones. ``priority``: one per prompt, smaller is served earlier; only for
         schedulers that have priorities. ``on_output``: called with each prompt's index and output as soon as that is
         complete; if it raises, the others are aborted. vLLM's other arguments are accepted only at values that change
         nothing.
@@ -125,13 +127,14 @@ class LLM:
         refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
         if prompts is None:
             raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
-        return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority, on_output)
+        return self._generate(_prompts(prompts), sampling_params, use_tqdm, lora_request, priority, on_output)
 
     def _generate(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         on_output: _OnOutput | None = None,
         *,
@@ -140,6 +143,7 @@ class LLM:
         self._check_free()
         many = len(prompts)
         params = self._params(sampling_params, many)
+        adapters = _adapters(lora_request, many)
         given: Any = priority
         priority = given.tolist() if hasattr(given, "tolist") else given  # it may be an array
         if not isinstance(priority, Sequence | None):
@@ -150,7 +154,7 @@ class LLM:
         with self._turn:
             order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
             first = self.engine.num_requests_added
-            add = partial(self._add, prompts, params, priorities, add_special_tokens)
+            add = partial(self._add, prompts, params, adapters, priorities, add_special_tokens)
             ids: list[str] = []
             try:
                 ids += (self._free_id() for _ in prompts)
@@ -168,14 +172,16 @@ class LLM:
                 raise
 
     def _add(
-        self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int], add_special_tokens: bool,
-        ids: list[str], order: Sequence[int],
+        self, prompts: list[Prompt], params: list[SamplingParams], adapters: Sequence[LoRARequest | None],
+        priorities: Sequence[int], add_special_tokens: bool, ids: list[str], order: Sequence[int],
     ) -> None:  # fmt: skip
         first = self.engine.num_requests_added
         encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
         for i, prompt in zip(order, encoded, strict=True):
             try:
-                self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
+                self.engine.add_request(
+                    ids[i], prompt, params[i], priority=priorities[i], number=first + i, lora_request=adapters[i]
+                )
             except RequestError as error:
                 if error.whole_request and not any(priorities) and all(one is params[0] for one in params):
                     raise  # one for all prompts
@@ -187,6 +193,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -225,7 +232,9 @@ class LLM:
                 prompts.append(tokenizer.render_chat(said, **options))
             except RequestError as error:
                 raise of_prompt(error, many, i) from error
-        return self._generate(prompts, sampling_params, use_tqdm, on_output=on_output, add_special_tokens=False)
+        return self._generate(
+            prompts, sampling_params, use_tqdm, lora_request, on_output=on_output, add_special_tokens=False
+        )
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's transformers tokenizer, as in vLLM."""
@@ -336,6 +345,15 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [done[name] for name in ids]
+
+
+def _adapters(given: Any, count: int) -> Sequence[LoRARequest | None]:
+    """One per prompt; the engine refuses what is none."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{count} prompts with {len(given)} lora_requests; give one for all or one per prompt")
+    return given
 
 
 def _prompts(prompts: Any) -> list[Prompt]:

@@ -9,9 +9,6 @@ from minivllm.errors import RequestError, shown
 
 _GENERATES = "models here generate text"
 _SERVES = "`minivllm serve` starts a server, and in a program of your own LLMEngine takes requests while others run"
-_MERGES = "LLM(..., overrides=['model.lora=DIR']) merges one adapter into the weights"
-# vLLM's arguments that are not supported, for ``refuse``.
-OF_LORA = {"lora_request": _MERGES}
 
 # Names in vllm, vllm.sampling_params, vllm.inputs and vllm.outputs.
 _NAMES: dict[str, str] = {
@@ -20,7 +17,6 @@ _NAMES: dict[str, str] = {
     "BeamSearchParams": "SamplingParams(n=...) draws several answers",
     "EngineArgs": "give LLM(...) the same keywords; its llm_engine is the engine",
     "GuidedDecodingParams": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
-    "LoRARequest": _MERGES,
     "ModelRegistry": "a model is a plugin: `minivllm plugins new NAME --kind model` writes one",
     "initialize_ray_cluster": "LLM(..., distributed_executor_backend='ray') does it",
 } | dict.fromkeys(
@@ -51,7 +47,6 @@ _METHODS |= dict.fromkeys(
 
 # Other members of vLLM's LLMEngine, and of its ModelConfig.
 _OF_ENGINE: dict[str, str] = {
-    "add_lora": _MERGES,
     "cache_config": "llm_engine.config.cache has the settings",
     "do_log_stats": "llm_engine.stats counts tokens and steps",
     "engine_core": "the engine runs in this process; llm_engine.step() is a step",

@@ -18,6 +18,7 @@ OF_ALL = {
 MAY = {
     "kernels": set(),
     "core": {"kernels"},
+    "lora": {"core"},  # a name of vLLM's
     "layers": {"core", "kernels"},
     "models": {"core", "layers"},
     "backends": {"core", "kernels"},

@@ -87,6 +87,7 @@ class EngineConfig:
     backend allows it, False refuses a backend that does not. ``max_cudagraph_capture_size`` limits the sequences of a
     captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false;
     ``quantization`` is none or fp8. ``enable_sleep_mode`` allows ``LLMEngine.sleep``.
+    ``enable_lora`` allows LoRA adapters of single requests: ``max_loras`` at once, of ranks up to ``max_lora_rank``.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -106,3 +107,6 @@ class EngineConfig:
     packed_weights: str = "auto"
     quantization: str = "none"
     enable_sleep_mode: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16

@@ -197,6 +197,13 @@ class EngineSchema:
         "true: sleep() gives the memory of weights and cache back while the engine is not used, and wake_up() has them "
         "again where they were. Linux",
     )
+    enable_lora: bool = key(
+        False, "true: requests may have LoRA adapters of their own (lora_request); model.lora=DIR has one for all"
+    )
+    max_loras: int = key(
+        1, "with enable_lora: adapters that unfinished requests may have at once, each with a place on the GPU", ge=1
+    )
+    max_lora_rank: int = key(16, "with enable_lora: the highest rank of an adapter", ge=1, le=512)
     mode: str = key("generate", "what to do")
 
 

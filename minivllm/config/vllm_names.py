@@ -39,6 +39,9 @@ SAME_NAMES = (
     "load_format",
     "quantization",
     "enable_sleep_mode",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
 )
 
 # Values of attention_backend; case does not matter. Others, such as XFORMERS and those for MLA, have no equivalent.
@@ -56,8 +59,7 @@ LOAD_FORMATS = {"safetensors": "auto"}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
-_MERGED = "adapters per request are not supported; one is merged into the weights at load: model.lora=DIR"
-_LORA = "it belongs to enable_lora, which is not supported: type overrides=['model.lora=DIR'] to merge an adapter"
+_MERGED = "enable_lora=true allows adapters of single requests; model.lora=DIR merges one into the weights at load"
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
@@ -87,9 +89,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
     "enable_expert_parallel": ((False,), "not supported"),
     "enable_log_requests": ((False,), "type `minivllm serve log_requests=true`"),
-    "enable_lora": ((False,), f"{_MERGED} in overrides=[...]"),
     "enable_prompt_embeds": ((False,), "not supported"),
-    "fully_sharded_loras": ((bool,), _LORA),
+    "fully_sharded_loras": ((False,), "not supported"),
     # "auto" is vLLM's default; "vllm" is what happens here.
     "generation_config": (
         ("auto", "vllm"),
@@ -106,15 +107,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "limit_mm_per_prompt": (({},), _MULTIMODAL),
     "logits_processors": (([],), "write a sampler plugin"),
     "logprobs_mode": (("raw_logprobs",), "not supported"),
-    "lora_dtype": (("auto",), _LORA),
-    "lora_extra_vocab_size": ((int,), _LORA),
+    "lora_dtype": (("auto",), "adapters are kept in dtype"),
+    "lora_extra_vocab_size": ((int,), "not supported"),
     "master_addr": ((str,), "not supported; type executor=torchrun"),  # unused on one node
     "master_port": ((int,), "not supported; type executor=torchrun"),
     "max_context_len_to_capture": ((int,), "it is a whole number"),
-    "max_cpu_loras": ((int,), _LORA),
+    "max_cpu_loras": ((int,), "adapters are read from their folders"),
     "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
-    "max_lora_rank": ((int,), _LORA),
-    "max_loras": ((int,), _LORA),
     "max_num_queued_reqs": ((), "it is a key of mode serve: `minivllm serve max_waiting=N`"),
     "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths
     "mm_encoder_fp8_scale_save_margin": ((int, float), _MULTIMODAL),
@@ -284,7 +283,7 @@ def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lora_hint(name: str) -> str:
-    """What to type instead of a setting of vLLM's adapters, with a leading space; empty for other names."""
+    """What to type for adapters, with a leading space; empty for other names."""
     return f" {_MERGED[0].upper()}{_MERGED[1:]}." if "lora" in name.lower() else ""
 
 

@@ -80,6 +80,8 @@ class Batch:
     scored: Scored | None = None
     # Whether it samples for guided sequences, and so must wait for ``Executor.guide``. Set by the engine.
     guided: bool = False
+    # (a,) int32: the place of each admitted sequence's LoRA adapter, 0: none; empty if none has any. Set by the engine.
+    admitted_adapters: np.ndarray = field(default_factory=lambda: NO_INTS)
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +124,7 @@ class Batch:
         decodes = replace(
             self, **rows(slice(d)), token_ids=NO_INTS, admitted_slots=NO_INTS,
             admitted_params=self.admitted_params[:0], known_ids=NO_INTS, known_lens=NO_INTS,
+            admitted_adapters=NO_INTS,
         )  # fmt: skip
         prompts = replace(
             self, **rows(slice(d, None)), num_decodes=0, block_slots=NO_INTS, block_indices=NO_INTS, block_ids=NO_INTS

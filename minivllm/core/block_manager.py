@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class PagedBlockManager(BlockManager):
     """Reference-counted blocks with prefix reuse.
 
-    A full block is identified by a 128-bit hash of its tokens and its parent's hash (at the root, the request's
-    ``cache_salt``), so equal hashes mean equal prefixes. The hash has a secret random seed: whoever could construct two
-    prompts with the same hash could read another request's keys and values. Unreferenced blocks are kept until they
-    are needed and evicted least recently used first; within a sequence, last blocks first.
+    A full block is identified by a 128-bit hash of its tokens and its parent's hash (at the root, of
+    ``Sequence.cache_root``), so equal hashes mean equal prefixes. The hash has a secret random seed: whoever could
+    construct two prompts with the same hash could read another request's keys and values. Unreferenced blocks are kept
+    until they are needed and evicted least recently used first; within a sequence, last blocks first.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PagedBlockManager(BlockManager):
         hashes, size = seq.block_hashes, self.block_size
         if len(hashes) >= count:
             return
-        digest = hashes[-1] if hashes else self._digest((seq.cache_salt or "").encode())
+        digest = hashes[-1] if hashes else self._digest(seq.cache_root)
         data = tokens[len(hashes) * size : count * size].tobytes()  # bytes are faster to slice than an array
         step = size * tokens.itemsize
         for at in range(0, len(data), step):

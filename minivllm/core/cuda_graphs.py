@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, StepHandle
     from minivllm.core.model_runner import ModelRunner
 
-_Key = tuple[int, bool | None]  # rows, and ``Cascade.beside`` of a step with cascade attention, else None
 Result = TypeVar("Result")
-_NOTHING = (0, b"")  # size, slots
+_NOTHING = (0, b"", b"")  # size, slots, their adapters
 _KEEPS_LOGITS = 32  # rows, at most: for 152,000 tokens in bfloat16 10 MB, 26 MB with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 _ALIKE = 0.25  # same, between two sizes whose kernels sum in different orders; wrong states differ by 1 or more
@@ -54,6 +53,11 @@ def cascade_sizes(sizes: list[int]) -> list[int]:
     wait and padding rows cost little. Sizes that run all layers in one kernel are left out: that kernel has no cascade
     attention."""
     return [n for n in sizes if n > MAX_MEGAKERNEL_ROWS and (n in (16, 32, sizes[-1]) or n % 64 == 0)]
+
+
+def adapter_sizes(sizes: list[int]) -> list[int]:
+    """The sizes to capture with LoRA adapters as well: a few of ``sizes``, as each takes time and memory."""
+    return [n for n in sizes if n in (1, 2, 4, 8, 16, 32) or n % 64 == 0 or n == sizes[-1]]
 
 
 _capturing = Lock()  # engines in different threads capture one at a time
@@ -101,6 +105,14 @@ def check_differences(differences: dict[str, torch.Tensor], attention: Attention
             )
 
 
+class Key(NamedTuple):
+    """What tells graphs apart."""
+
+    rows: int
+    beside: bool | None = None  # ``Cascade.beside`` of a step with cascade attention
+    adapted: bool = False  # whether rows may have LoRA adapters
+
+
 class Kept(NamedTuple):
     """What a step keeps for ``Sampler.refine``."""
 
@@ -127,20 +139,23 @@ class DecodeGraphs:
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((top, runner.block_table.shape[1]), dtype=torch.int32, device=device)
         self.landing = Landing(top, device)
-        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._kept: dict[_Key, Kept] = {}
-        self._refinements: dict[tuple[_Key, Hashable], tuple[torch.cuda.CUDAGraph, Packed]] = {}
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._kept: dict[Key, Kept] = {}
+        self._refinements: dict[tuple[Key, Hashable], tuple[torch.cuda.CUDAGraph, Packed]] = {}
         self.pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded`` on the device
         self._cascade_sizes: list[int] = []
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
-        keys: list[_Key] = [(size, None) for size in self.sizes]
+        self._adapter_places = torch.zeros(top, dtype=torch.int32, device=device)
+        keys = [Key(size) for size in self.sizes]
         if runner.cascade is not None:
             items = runner.cascade.limits.items
             self._cascade = torch.zeros(4 * top + ITEM * items, dtype=torch.int32, device=device)
             self._cascade_sizes = cascade_sizes(self.sizes)
-            keys += [(n, beside) for beside in (True, False) for n in self._cascade_sizes]
-        self._plans = {key: self._plan(*key) for key in keys}
+            keys += [Key(n, beside) for beside in (True, False) for n in self._cascade_sizes]
+        self._adapter_sizes = [] if runner.adapters is None else adapter_sizes(self.sizes)
+        keys += [Key(n, adapted=True) for n in self._adapter_sizes]
+        self._plans = {key: self._plan(key) for key in keys}
         self._on_device = _NOTHING  # what ``slots`` holds
         self._ones, self._nobody = np.ones(top, dtype=np.int32), np.full(top, self.padding, dtype=np.int32)
 
@@ -151,24 +166,35 @@ class DecodeGraphs:
         """Launch steps of all sizes that use different kernels, for ``compile_only``; fewest rows first, as their
         kernels take longest to compile."""
         alone, shared = self._kinds(), (16, 32, self.sizes[-1])
-        for (size, beside), plan in self._plans.items():
-            if size in (alone if beside is None else shared if beside else ()):
-                self._prepare(plan, self._ones[:size], self._nobody[:size])
-                self._step(size)
+        for key, plan in self._plans.items():
+            if key.rows in (alone if key.beside is None else shared if key.beside else ()):
+                self._prepare(plan, self._ones[: key.rows], self._nobody[: key.rows])
+                self._run(key)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that smaller ones reuse its memory, and verify it."""
         self.pool = torch.cuda.graph_pool_handle()
-        self._compare(num_blocks, vocab_size, self._kinds(), lambda size: self._capture((size, None)))
+        for size in reversed(self._adapter_sizes):
+            self._load_and_capture(Key(size, adapted=True))
+        self._compare(num_blocks, vocab_size, self._kinds(), lambda size: self._capture(Key(size)))
+
+    @torch.inference_mode()
+    def _load_and_capture(self, key: Key) -> None:
+        """Capture what no step before has loaded the kernels of."""
+        self._prepare(self._plans[key], self._ones[: key.rows], self._nobody[: key.rows])
+        with loading():
+            self._run(key)
+        self._capture(key)
 
     def _kinds(self) -> list[int]:
         return [size for size in self.sizes if size in _KINDS or size == self.sizes[-1]]
 
-    def _capture(self, key: _Key) -> None:
-        self._prepare(self._plans[key], self._ones[: key[0]], self._nobody[: key[0]])
-        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self.pool)
+    def _capture(self, key: Key) -> None:
+        self._prepare(self._plans[key], self._ones[: key.rows], self._nobody[: key.rows])
+        self._graphs[key], self._kept[key] = capture_graph(partial(self._run, key), self.pool)
 
-    def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
+    def _plan(self, key: Key) -> AttentionBatch:
+        size, beside, _ = key
         return captured_batch(
             size, self.query_start[: size + 1], self.seq_lens[:size], self.block_tables[:size],
             self.slot_mapping[:size],
@@ -180,8 +206,12 @@ class DecodeGraphs:
         assert self._cascade is not None
         return self._cascade[: len(self._cascade) - 4 * (self.sizes[-1] - size)]
 
-    def _step(self, size: int) -> Kept:
+    def _run(self, key: Key) -> Kept:
         """What is captured."""
+        with self.runner.with_adapters(self._adapter_places[: key.rows] if key.adapted else None):
+            return self._step(key.rows)
+
+    def _step(self, size: int) -> Kept:
         run, slots = self.runner, self.slots[:size]
         decode_inputs(
             slots, run.last_token, run.num_computed, run.block_table, self.input_ids[:size], self.positions[:size],
@@ -204,10 +234,11 @@ class DecodeGraphs:
 
     def launch(self, batch: Batch) -> StepHandle:
         run, n = self.runner, len(batch.slots)
-        cascade = None if run.cascade is None else run.cascade.plan(batch)
-        key = self._key_for(n, cascade)
-        size = key[0]
-        self._update(batch, size, None if key[1] is None else cascade)
+        adapted = run.has_adapters(batch)
+        cascade = None if run.cascade is None or adapted else run.cascade.plan(batch)
+        key = self._key_for(n, cascade, adapted)
+        size = key.rows
+        self._update(batch, key, None if key.beside is None else cascade)
         captured = key in self._graphs
         if run.attention.plans_on_host or not captured:
             seq_lens = np.ones(size, dtype=np.int32)
@@ -220,20 +251,22 @@ class DecodeGraphs:
 
     def hidden(self, size: int) -> torch.Tensor:
         """(size, hidden_size): the hidden states that the captured step of this size last sampled from."""
-        return self._kept[size, None].hidden
+        return self._kept[Key(size)].hidden
 
-    def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
+    def _key_for(self, rows: int, cascade: CascadePlan | None, adapted: bool) -> Key:
+        if adapted:
+            return Key(next(size for size in self._adapter_sizes if size >= rows), adapted=True)
         if cascade is not None:
             for size in self._cascade_sizes:
                 if size >= rows:
-                    return size, cascade.beside
-        return self.sizes[self.size_for[rows]], None
+                    return Key(size, cascade.beside)
+        return Key(self.sizes[self.size_for[rows]])
 
-    def _land_refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> StepHandle:
+    def _land_refined(self, key: Key, kept: Kept, host_slots: np.ndarray) -> StepHandle:
         n = len(host_slots)
         return self.runner.land(n, np.arange(n), self._refined(key, kept, host_slots))
 
-    def _refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> Packed:
+    def _refined(self, key: Key, kept: Kept, host_slots: np.ndarray) -> Packed:
         """Run the sampler's ``refine`` for the step just replayed; captured the first time a size needs it, if the
         sampler allows it."""
         run = self.runner
@@ -244,7 +277,7 @@ class DecodeGraphs:
             graph, packed = self._refinements[key, kind]
             graph.replay()
             return packed
-        refine = partial(self._refine, kept, key[0], kind, host_slots)
+        refine = partial(self._refine, kept, key.rows, kind, host_slots)
         packed = refine()
         self._refinements[key, kind] = capture_graph(refine, self.pool)
         return packed
@@ -258,13 +291,13 @@ class DecodeGraphs:
             run.last_token[slots] = tokens
         return Packed.of(tokens, logprobs)
 
-    def _replay(self, key: _Key) -> Kept:
+    def _replay(self, key: Key) -> Kept:
         self.landing.replay(self._graphs[key])
         return self._kept[key]
 
-    def _run_and_capture(self, key: _Key) -> Kept:
+    def _run_and_capture(self, key: Key) -> Kept:
         """Run the first step of a rarely needed kind eagerly, then capture it for later steps."""
-        first = self._step(key[0])
+        first = self._run(key)
         self.landing.replays += 1
         self._capture(key)
         for kept, its in zip(self._kept[key], first, strict=True):
@@ -277,21 +310,25 @@ class DecodeGraphs:
         padded[: len(slots)] = slots
         return padded
 
-    def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
+    def _update(self, batch: Batch, key: Key, cascade: CascadePlan | None) -> None:
         """Copy what changed since the last replay to the device, in one copy; none if nothing changed."""
-        run, wanted = self.runner, (size, batch.slots.tobytes())
-        slots = numbers = batch.slots[:0]
+        run, size = self.runner, key.rows
+        adapters = run.adapter_of[batch.slots].tobytes() if key.adapted else b""
+        wanted = size, batch.slots.tobytes(), adapters
+        slots = numbers = places = batch.slots[:0]
         if wanted != self._on_device:
             slots = self._padded(batch.slots, size)
+            places = run.adapter_of[slots] if key.adapted else places
         if cascade is not None and self._cascade_on_device != (cascade, size):
             assert run.cascade is not None
             numbers = cascade.padded(size, run.cascade.limits.items)
         if not len(slots) and not len(batch.block_slots) and not len(numbers):
             return
-        places, blocks, slots_, numbers_ = run.staging.send(*run.table_entries(batch), slots, numbers)
-        run.write_table(places, blocks)
+        entries, blocks, slots_, numbers_, places_ = run.staging.send(*run.table_entries(batch), slots, numbers, places)
+        run.write_table(entries, blocks)
         if len(slots):
             self.slots[:size] = slots_
+            self._adapter_places[: len(places)] = places_
             self._on_device = wanted
         if cascade is not None and len(numbers):
             self._numbers(size).copy_(numbers_)
@@ -336,7 +373,7 @@ class DecodeGraphs:
 
         def hidden(size: int, step: Callable[[int], Kept]) -> torch.Tensor:
             run.last_token[:rows], run.num_computed[:rows] = first, computed
-            self._prepare(self._plans[size, None], seq_lens[:size], slots[:size])
+            self._prepare(self._plans[Key(size)], seq_lens[:size], slots[:size])
             return step(size).hidden[:rows]
 
         eager: dict[int, torch.Tensor] = {}
@@ -345,7 +382,7 @@ class DecodeGraphs:
             found = {}
             self.landing.forget()  # eager steps count too, unless only compiled; none follow from here on
             for size in self.sizes:
-                replayed = hidden(size, lambda n: self._replay((n, None)))
+                replayed = hidden(size, lambda n: self._replay(Key(n)))
                 expected = eager[next(n for n in self.sizes if n >= size and n in eager)]
                 found[size] = difference(expected[: len(replayed)], replayed)
             return found

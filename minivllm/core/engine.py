@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
+from minivllm.core.adapter_places import AdapterPlaces, LoadedAdapter
 from minivllm.core.admission import Admission
 from minivllm.core.garbage import collect_engines, uncollected
 from minivllm.core.guides import Guide
 from minivllm.core.interrupts import Uninterrupted
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt, Request
 from minivllm.core.sampling_params import SamplingParams
@@ -34,7 +36,7 @@ from minivllm.errors import (
     place_of,
     was_shut_down,
 )
-from minivllm.missing import OF_LORA, missing_method, refuse
+from minivllm.missing import missing_method, refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 # vLLM's arguments of ``add_request`` that are not supported and must be None.
-_NEUTRAL = dict.fromkeys(("arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"))
+_NEUTRAL = dict.fromkeys(("arrival_time", "tokenization_kwargs", "trace_headers"))
 _PATIENCE = 10.0  # seconds that a scheduler may have requests without scheduling a step
 
 
@@ -120,6 +122,7 @@ class LLMEngine:
         self._unreturned: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
         self._uninterrupted = Uninterrupted()
         self._sleeping = Sleeping()
+        self._adapters = AdapterPlaces(config, self._requests.adapter_ids, self._find_adapter)
         self._closed = False
 
     @classmethod
@@ -142,6 +145,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         priority: int = 0,
         number: int | None = None,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> None:
         """Queue a request.
@@ -149,7 +153,8 @@ class LLMEngine:
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier by
         schedulers that have priorities; others accept only 0. ``number``: the request's index, which determines its
-        random numbers if it has no seed; default: ``num_requests_added``. vLLM's other arguments are accepted only at
+        random numbers if it has no seed; default: ``num_requests_added``. ``lora_request``: its LoRA adapter, which is
+        loaded here unless it is. vLLM's other arguments are accepted only at
         values that change nothing.
 
         If no step is in flight and the requests added since the last ``step`` fill one, it is launched here, so that
@@ -162,13 +167,15 @@ class LLMEngine:
         self.check_health()
         self._sleeping.refuse_requests()
         if others:
-            refuse(others, _NEUTRAL, OF_LORA)
+            refuse(others, _NEUTRAL)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         number = self.num_requests_added if number is None else number
         request = self._admission.request(request_id, prompt, params, cache_salt, priority, number)
+        if lora_request is not None:
+            request.give_adapter(self._adapter(lora_request))
         with self._uninterrupted:  # else the scheduler might have a sequence that cannot be aborted
             self._take_on(request)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
@@ -313,6 +320,8 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
+        if self.config.enable_lora and len(batch.admitted_slots):
+            batch = self._with_adapters(batch)
         # find out now whose rows these are: slots may be reassigned before the step is committed
         scored: list[Request] = []
         if batch.scored is not None:
@@ -332,6 +341,12 @@ class LLMEngine:
         if self.observer is not None:
             self.observer.launched(batch)
         return True
+
+    def _with_adapters(self, batch: Batch) -> Batch:
+        """With the adapters of the sequences that start, if any has one."""
+        begun = [self.scheduler.sequences[slot] for slot in batch.admitted_slots.tolist()]
+        places = [0 if seq is None or seq.adapter is None else seq.adapter.place for seq in begun]
+        return replace(batch, admitted_adapters=np.array(places, dtype=np.int32)) if any(places) else batch
 
     def _sequences(self, batch: Batch, rows: np.ndarray) -> list[tuple[int, Sequence]]:
         """The sequences in these rows of the batch just scheduled, each with its row."""
@@ -355,6 +370,43 @@ class LLMEngine:
             return False
         batch = self._under_way[0].batch
         return batch.num_tokens == len(batch.slots)
+
+    # ------------------------------------------------------------------ LoRA adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter ahead of the requests that have it. Returns True. An adapter may have to leave later, as
+        another needs its place, and is then loaded again by the next request that has it.
+
+        Raises:
+            RequestError: it cannot be used, or has no place; the engine runs on as it was.
+            EngineDeadError: as in ``step``.
+        """
+        self.check_health()
+        self._adapter(lora_request, again=getattr(lora_request, "load_inplace", False))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter, so that its ``lora_int_id`` may be another's. Returns whether it was loaded. Raises
+        RequestError if an unfinished request has it."""
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each adapter that is loaded."""
+        return self._adapters.ids
+
+    def _adapter(self, request: LoRARequest, *, again: bool = False) -> LoadedAdapter:
+        """A request's adapter, loaded unless it is, or ``again``. Raises RequestError."""
+        if (its := self._adapters.find(request)) is not None and not again:
+            return its
+        place, folder = self._adapters.make_room(request)
+        with self._telling_ranks("an adapter is being loaded", "make a new engine: loading an adapter failed"):
+            self.executor.load_adapter(place, folder)
+            return self._adapters.enter(request, place)
+
+    def _find_adapter(self, request: LoRARequest) -> Path:
+        from minivllm.assemble import find_adapter
+
+        return find_adapter(self.config, self.model_config, request.path)
 
     # ------------------------------------------------------------------ life and death
 
@@ -397,6 +449,7 @@ class LLMEngine:
         with self._between_steps("its weights are being replaced", failed):
             self.executor.reload_weights(weights)
             self._sleeping.weights_lost = False
+            self._adapters.clear()  # they belonged to the former weights: they are read again
             self.reset_prefix_cache()
 
     def check_weights(self, weights_path: str | Path | None = None) -> None:
@@ -480,6 +533,12 @@ class LLMEngine:
         Ctrl-C is raised at its end: what is to be noted has to be noted within."""
         while self._under_way:  # rows of sequences that have ended
             self._uninterruptedly(self._step)
+        with self._telling_ranks(doing, failed):
+            yield
+
+    @contextmanager
+    def _telling_ranks(self, doing: str, failed: str) -> Iterator[None]:
+        """``_between_steps``, but steps may be in flight."""
         with self._uninterrupted:
             self._dead = EngineDeadError(doing)  # for who calls meanwhile, as an iterator of weights may
             try:

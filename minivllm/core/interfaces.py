@@ -608,6 +608,15 @@ class Executor(ABC):
             f"{type(self).__name__} replaces no weights (it has no reload_weights); make a new engine of the checkpoint"
         )
 
+    def load_adapter(self, place: int, folder: Path) -> None:
+        """Load the LoRA adapter in a folder into this place of each rank, in which there may be another that no
+        unfinished request has; return when all have it. Called only with ``config.enable_lora``. Steps may be in
+        flight, of which none reads the place.
+
+        Raises RequestError if it has not begun; after any other error the engine is dead.
+        """
+        raise RequestError(f"{type(self).__name__} takes no LoRA adapters of single requests; leave lora_request out")
+
     def sleep(self, level: int) -> None:
         """Give back, on every rank, the memory of the cache and of the weights, and return when all have. At level 1
         each rank keeps its weights in its host's memory, at level 2 it gives them up. Called only with

@@ -8,6 +8,7 @@ On the host: host_tables, the same block table, for backends that plan on the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.core.sample_graphs import SampleGraphs
+    from minivllm.layers.adapters import AdapterRows
 
 # The fewest rows of a last layer: fewer would need more kernels to be compiled at each start, which decodes do not need
 # where so few rows go through all layers in one kernel.
@@ -76,6 +78,8 @@ class ModelRunner:
         self.prompt_graphs: PromptGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         self.sample_graphs: SampleGraphs | None = None
+        self.adapters: AdapterRows | None = None  # set if requests may have LoRA adapters
+        self.adapter_of = np.zeros(num_slots + 1, dtype=np.int32)  # the place of each slot's adapter; 0: none
         self.staging = Staging(device)
         self._landing = PinnedRing()
         self._masks = Staging(device)
@@ -90,10 +94,12 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         if len(batch.block_slots):
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
+        if len(batch.admitted_slots):
+            self.adapter_of[batch.admitted_slots] = batch.admitted_adapters if len(batch.admitted_adapters) else 0
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)
-        if batch.scored is not None:
+        if batch.scored is not None or self.has_adapters(batch):
             return self._launch_eager(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
@@ -101,6 +107,10 @@ class ModelRunner:
             decodes, prompts = batch.apart()
             return StepApart(graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
+
+    def has_adapters(self, batch: Batch) -> bool:
+        """Whether a row has a LoRA adapter, so that layers run with adapters."""
+        return self.adapters is not None and bool(self.adapter_of[batch.slots].any())
 
     def sample_when_guided(self, batch: Batch, sample: Callable[[], StepHandle]) -> StepHandle:
         """End a step whose layers are launched: now, or in ``guide`` if the batch is ``guided``."""
@@ -189,8 +199,9 @@ class ModelRunner:
         # joined to its sequence's row, to verify it.
         if batch.scored is not None:
             return batch, None
+        adapted = self.has_adapters(batch)  # no graph of layers has adapters
         rows = batch.joined() if batch.num_tokens <= PICKED_FROM else batch
-        if (graphs := self.prompt_graphs) is None:
+        if (graphs := self.prompt_graphs) is None or adapted:
             return rows, None
         key = graphs.key_for(rows)
         if rows is not batch and key is not None and graphs.picks(key):
@@ -234,8 +245,10 @@ class ModelRunner:
         np.cumsum(batch.num_new, out=start[1 : n + 1])
         slots[:n], seq_lens[:n], start[n + 1 :] = batch.slots, batch.num_computed + batch.num_new, t
         words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:n])
-        admission, sent = self.begin(batch, some, drafts, ids, start, seq_lens, slots, shared, words)
-        some_, drafts_, ids_, start_, seq_lens_, slots_, shared_, words_ = sent
+        adapted = self.has_adapters(batch)
+        places = np.repeat(self.adapter_of[batch.slots], batch.num_new) if adapted else NO_INTS
+        admission, sent = self.begin(batch, some, drafts, ids, start, seq_lens, slots, shared, words, places)
+        some_, drafts_, ids_, start_, seq_lens_, slots_, shared_, words_, places_ = sent
         if d:
             ids_[:d] = self.last_token.index_select(0, slots_[:d])
         # Zeros: if kernels are only compiled nothing writes these, and libraries still read them.
@@ -254,13 +267,22 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=seq_lens[:n],
             host_block_tables=self.host_tables_of(batch.slots, seq_lens),
-            last_tokens=ends[3] if t > rows and batch.scored is None and not len(drafts) else None,
+            # Layers with adapters know the places of all tokens, not of some.
+            last_tokens=ends[3] if t > rows and batch.scored is None and not len(drafts) and not adapted else None,
             cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
             prompt_words=words_,
         )
         self.attention.batch = plan
         self.attention.plan(plan)
-        return admission, some_, drafts_, self.model.forward(ids_, positions, self.attention), ends
+        with self.with_adapters(places_ if adapted else None):
+            return admission, some_, drafts_, self.model.forward(ids_, positions, self.attention), ends
+
+    def with_adapters(self, places: torch.Tensor | None) -> AbstractContextManager[None]:
+        """For layers whose rows (t,) have the adapters in these places; None: nobody has one."""
+        if places is None:
+            return nullcontext()
+        assert self.adapters is not None
+        return self.adapters.used(places)
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
@@ -311,9 +333,10 @@ class ModelRunner:
         return self.sampler.sample(logits, slots, positions), logits
 
     @torch.inference_mode()
-    def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0) -> None:
+    def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0, *, adapted: bool = False) -> None:
         """Run a largest possible step: ``num_decodes`` decodes and ``num_tokens`` prompt tokens in as few sequences as
-        possible, then the logits of a full decode batch. All writes go to block 0; no state is kept."""
+        possible, then the logits of a full decode batch. All writes go to block 0; no state is kept. ``adapted``: all
+        have a LoRA adapter."""
         parts = min(cdiv(num_tokens, max_len), self.num_slots - num_decodes)
         chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
         new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
@@ -332,7 +355,9 @@ class ModelRunner:
             admitted_slots=NO_INTS,
             admitted_params=np.empty(0, dtype=self.sampler.row),
         )
+        self.adapter_of[:-1] = adapted
         self._launch_eager(batch).result()
+        self.adapter_of[:] = 0
         slots = torch.arange(self.num_slots, device=self.device)
         self.sampler.sample(self._some_logits(self.num_slots), slots, slots)
         self.num_computed.zero_()

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import msgspec
 
+from minivllm.core.lora_request import LoRARequest
+
 
 class Logprob(msgspec.Struct, gc=False):
     """``rank`` is 1 for the most likely token. (There are many of these, so the garbage collector skips them.)"""
@@ -54,8 +56,8 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    lora_request: LoRARequest | None = None
     metrics: ClassVar[None] = None
-    lora_request: ClassVar[None] = None
     multi_modal_placeholders: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from minivllm.core.adapter_places import LoadedAdapter
 
 COMPLETION = "\0"  # in a sequence's id, between its request's id and the completion's index if there are several
 PROMPT_TOKENS = 16  # given to a detokenizer: the first output token's text may depend on what precedes it
@@ -148,10 +151,17 @@ class Request:
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.completions: list[Completion] = []
+        self.adapter: LoadedAdapter | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
         self.had_output = False
+
+    def give_adapter(self, adapter: LoadedAdapter) -> None:
+        """All its completions have this LoRA adapter; none is under way."""
+        self.adapter = adapter
+        for completion in self.completions:
+            completion.seq.adapter = adapter
 
     @property
     def finished(self) -> bool:
@@ -183,9 +193,11 @@ class Request:
         self.had_output = True
         outputs = [completion.output(kind) for completion in self.completions]
         cached = self.completions[0].seq.num_cached_tokens  # later ones hit what the first has computed
+        adapter = self.adapter
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached, scores
-        )
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached, scores,
+            None if adapter is None else adapter.request,
+        )  # fmt: skip
 
 
 def _entry(

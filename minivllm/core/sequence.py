@@ -10,6 +10,7 @@ import numpy as np
 from minivllm.core.batch import NO_INTS
 
 if TYPE_CHECKING:
+    from minivllm.core.adapter_places import LoadedAdapter
     from minivllm.core.guides import Guide
     from minivllm.core.sampling_params import SamplingParams
 
@@ -37,6 +38,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "arrival",
         "block_hashes",
         "cache_salt",
@@ -86,6 +88,7 @@ class Sequence:
         self.prompt_logprobs = prompt_logprobs  # how many top tokens at each prompt position; None: not requested
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.sampler_words = NO_INTS  # Sampler.words
+        self.adapter: LoadedAdapter | None = None
         self.guide: Guide | None = None  # decides which tokens are allowed next; needs all earlier tokens
         self.tells_tokens = False  # whether the ranks' samplers get its tokens when it starts
         self.status = Status.WAITING
@@ -100,6 +103,12 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.known[self.prompt_len :].tolist()
+
+    @property
+    def cache_root(self) -> bytes:
+        """What tells apart sequences that share no cached prefix, even of the same tokens."""
+        salt = (self.cache_salt or "").encode()
+        return salt if self.adapter is None else b"\xff%d:%b" % (self.adapter.number, salt)  # UTF-8 has no such byte
 
     @property
     def scores_prompt(self) -> bool:

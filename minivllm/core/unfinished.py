@@ -44,6 +44,11 @@ class UnfinishedRequests:
         """Those of all requests that have not ended."""
         return len(self._by_sequence)
 
+    def adapter_ids(self) -> set[int]:
+        """The ``lora_int_id`` of each LoRA adapter that one of them has."""
+        adapters = (request.adapter for request in self._requests.values())
+        return {adapter.request.lora_int_id for adapter in adapters if adapter is not None}
+
     def of(self, seq: Sequence) -> Request:
         """The request whose sequence this is."""
         return self._by_sequence[seq.request_id][0]

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 # Methods that ranks are told to call between steps (``StepTaker.call``), and what they are doing meanwhile.
-DOING = {"reload_weights": "loading weights", "sleep": "falling asleep", "wake_up": "waking up"}
+DOING = {
+    "load_adapter": "loading an adapter",
+    "reload_weights": "loading weights",
+    "sleep": "falling asleep",
+    "wake_up": "waking up",
+}
 
 
 class ElsewhereExecutor(Executor):
@@ -39,6 +44,9 @@ class ElsewhereExecutor(Executor):
                 "this one reaches; save the weights as a checkpoint and pass weights_path=DIR"
             )
         self.tell_all("reload_weights", str(weights or ""))
+
+    def load_adapter(self, place: int, folder: Path) -> None:
+        self.tell_all("load_adapter", f"{place} {folder}")
 
     def sleep(self, level: int) -> None:
         self.tell_all("sleep", str(level))

@@ -47,6 +47,9 @@ class SingleExecutor(Executor):
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         self._worker.reload_weights(weights)
 
+    def load_adapter(self, place: int, folder: Path) -> None:
+        self._worker.load_adapter(place, folder)
+
     def sleep(self, level: int) -> None:
         self._worker.sleep(level)
 

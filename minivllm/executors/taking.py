@@ -35,10 +35,13 @@ class StepTaker:
 
     def call(self, method: str, argument: str) -> None:
         """``Executor``'s method of this name, between steps. ``argument``: a checkpoint's folder, "" for the one that
-        the worker started with; a level; tags."""
+        the worker started with; a place and a folder; a level; tags."""
         self.doing = f"while {DOING[method]}"
         if method == "reload_weights":
             self.worker.reload_weights(Path(argument) if argument else None)
+        elif method == "load_adapter":
+            place, _, folder = argument.partition(" ")
+            self.worker.load_adapter(int(place), Path(folder))
         elif method == "sleep":
             self.worker.sleep(int(argument))
         else:

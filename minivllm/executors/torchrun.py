@@ -118,6 +118,10 @@ class TorchrunExecutor(Executor):
         if others:
             raise EngineDeadError(f"rank {others[0]} failed to load its weights")
 
+    def load_adapter(self, place: int, folder: Path) -> None:
+        """Of this rank; each rank calls it."""
+        self._running().load_adapter(place, folder)
+
     def sleep(self, level: int) -> None:
         """Of this rank; each rank calls it."""
         self._running().sleep(level)

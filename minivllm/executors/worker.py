@@ -29,6 +29,7 @@ from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.executors.sleep import SleepingMemory
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.linear.persistent_linear import compile_for_parts
+from minivllm.layers.adapters import AdapterRows
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder_layer import launch_all_heads
 from minivllm.layers.packed import packed_tensors
@@ -39,6 +40,7 @@ from minivllm.models.loader import build_model, renew_copies
 from minivllm.models.lora import Adapter
 from minivllm.models.lora_config import lora_folder
 from minivllm.models.reloading import outside_inference_mode, reload_model
+from minivllm.models.request_adapters import add_places, load_adapter
 from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -170,6 +172,13 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
 
+    def load_adapter(self, place: int, folder: Path) -> None:
+        """See ``Executor.load_adapter``; from any thread, like ``launch``."""
+        if self.runner is None:
+            raise was_shut_down()
+        with self._on_device(), torch.inference_mode():
+            load_adapter(self.runner.model, self.model_config, place, folder, self.config.max_lora_rank)
+
     def _checkpoint(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the engine's own checkpoint, with its adapter merged."""
         options = self.config.model
@@ -236,6 +245,10 @@ class Worker:
                 config.quantization,
             )  # fmt: skip
             self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec))
+        adapters = None
+        if config.enable_lora:
+            adapters = AdapterRows()
+            add_places(model, adapters, config.max_loras, config.max_lora_rank, getattr(torch, self.dtype))
         look_at_model(
             self.registry.entry("model", model_name), model, model_config.hidden_size, model_config.vocab_size
         )
@@ -248,7 +261,7 @@ class Worker:
         if why := undoes_sample(sampler_class):
             self.registry.pass_over(PluginError(f"{entry}: {why}"))
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
-        return ModelRunner(
+        runner = ModelRunner(
             model,
             attention,
             sampler,
@@ -259,6 +272,8 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
+        runner.adapters = adapters
+        return runner
 
     def _bind(self, runner: ModelRunner, num_blocks: int, device: torch.device) -> None:
         cache = self._cache(num_blocks, device)
@@ -296,8 +311,9 @@ class Worker:
                 if graphs is not None:
                     graphs.launch_all_kinds()
             runner.launch_all_refinements()
-            for tokens in (512, 1025):  # some; and many in uneven shares, which use library matmuls
-                runner.dry_run(min(most, tokens), self.max_model_len)
+            for adapted in (False, True) if self.config.enable_lora else (False,):
+                for tokens in (512, 1025):  # some; and many in uneven shares, which use library matmuls
+                    runner.dry_run(min(most, tokens), self.max_model_len, adapted=adapted)
             launch_all_heads(runner.model, runner.attention)
 
     def _capture(
@@ -413,7 +429,7 @@ class Worker:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len)
+        self.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len, adapted=self.config.enable_lora)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         return self._memory.left() - peak

@@ -8,28 +8,16 @@ Weights are quantized tensor by tensor as they are loaded, so that a GPU never h
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
 from minivllm.errors import ConfigError
 from minivllm.kernels.linear.fp8_linear import MULTIPLE
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.parameter import has_whole_rows, keep_in_fp8
+from minivllm.layers.usual import usual_products
 
-_KINDS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)  # no routers
 _ADVICE = "leave quantization out"
-# What may read the weight itself: layers that override any of these keep it as it is.
-_READERS = ("forward", "after_norm", "unscaled", "add_to", "add_own", "write")
 
 
 def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -46,17 +34,16 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
         if dtype != torch.bfloat16:
             its = str(dtype).removeprefix("torch.")
             raise ConfigError(f"quantization=fp8 on a GPU computes in dtype=bfloat16, not {its}; type dtype=bfloat16")
-    own = {mlp.gate_up_proj for mlp in model.modules() if isinstance(mlp, GatedMLP) and not mlp.takes_fp8()}
+    fitting = {module for _, module in usual_products(model) if _fits(module.weight)}
     kept, left = 0, 0
     largest = 0, ""
     for path, module in model.named_modules():
         if isinstance(module, VocabParallelEmbedding | ParallelLMHead):
             continue
-        fits = module not in own and _fits(module)
         for name, param in module.named_parameters(recurse=False):
             if param.dim() < 2:
                 continue
-            if (fits and name == "weight") or _is_marked(param):
+            if (module in fitting and name == "weight") or _is_marked(param):
                 keep_in_fp8(param)
                 kept += param.numel()
             else:
@@ -74,9 +61,5 @@ def _is_marked(param: nn.Parameter) -> bool:
     return getattr(param, "may_be_fp8", False) and has_whole_rows(param)
 
 
-def _fits(module: nn.Module) -> bool:
-    base = next((kind for kind in _KINDS if isinstance(module, kind)), None)
-    if base is None or any(getattr(type(module), name, None) is not getattr(base, name, None) for name in _READERS):
-        return False
-    weight = cast(LinearBase, module).weight
+def _fits(weight: nn.Parameter) -> bool:
     return has_whole_rows(weight) and not any(size % MULTIPLE for size in weight.shape)

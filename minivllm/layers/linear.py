@@ -22,6 +22,7 @@ from minivllm.kernels.linear.fp8_linear import Fp8Rows, fp8_linear, quantize
 from minivllm.kernels.linear.packed_weights import PackedWeight
 from minivllm.kernels.linear.products import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import RowScale
+from minivllm.layers.adapters import LinearAdapters
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 from minivllm.layers.plain import is_plain
@@ -40,8 +41,15 @@ class LinearBase(nn.Module):
     bias: nn.Parameter | None
     packed_weight: PackedWeight | None = None
     weight_scale: torch.Tensor | None = None
+    adapters: LinearAdapters | None = None  # of requests; in steps that have any, ``is_plain`` is false
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        if self.adapters is not None and self.adapters.active:
+            self.adapters.add(y, x)
+        return y
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight_scale is not None:
             rows = quantize(x.flatten(0, -2))
             return fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
@@ -83,6 +91,7 @@ class _StackedLinear(LinearBase):
         self.weight = sharded_parameter((offset, in_features), weight)
         self.bias = sharded_parameter((offset,), biases) if bias else None
         self.folded = False  # the preceding norm's weight is folded in
+        self.folded_norm: torch.Tensor | None = None  # (in,) float32: that weight, for what is not folded, as adapters
 
     @property
     def foldable(self) -> bool:
@@ -104,7 +113,9 @@ class _StackedLinear(LinearBase):
             raise ValueError(f"a {type(norm).__name__} with a forward or a hook of its own is folded into nothing")
         if not self._may_fold():
             raise ValueError("this product takes no norm in: its bias would be scaled with it")
-        self.weight.data.copy_(self.weight.data * norm.weight.data.float())  # rounded once
+        its = norm.weight.data.to(torch.float32, copy=True)  # ones where it is folded in already
+        self.folded_norm = its if self.folded_norm is None else self.folded_norm * its
+        self.weight.data.copy_(self.weight.data * its)  # rounded once
         norm.weight.data.fill_(1.0)
         self.folded = True
 

@@ -53,7 +53,8 @@ class GatedMLP(nn.Module):
         return down.add_to(x, self._activated(x, norm))
 
     def takes_fp8(self) -> bool:
-        """Whether gate and up may be in float8: an activation of one's own reads their weight itself."""
+        """Whether gate and up may be in float8, or have adapters: an activation of one's own reads their weight
+        itself."""
         return self.activation is norm_gate_up
 
     def in_parts(self, stream: PartedStream, norm: RMSNorm, eps: float) -> None:

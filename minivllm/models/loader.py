@@ -120,7 +120,7 @@ def load_weights(
         CheckpointError: naming every tensor that is missing, unexpected or of the wrong shape; or a weight that was
             packed before and can no longer be.
     """
-    targets = _targets(module, packed or {})
+    targets = targets_of(module, packed or {})
     seen: dict[tuple[int, ShardId], str] = {}  # by place, the name of the tensor that filled it
     unexpected: list[str] = []
     misfits: list[str] = []
@@ -176,7 +176,7 @@ def renew_copies(module: nn.Module) -> None:
 def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:
     """Random weights from shapes alone: each checkpoint tensor depends on (seed, its name), so that the ranks of any tp
     size hold slices of the same model. Norm weights are 1."""
-    for name, (canonical, param, shard_id) in _targets(module, packed or {}).items():
+    for name, (canonical, param, shard_id) in targets_of(module, packed or {}).items():
         if name != canonical:
             continue
         value = getattr(param, "dummy_value", None)
@@ -202,13 +202,13 @@ def norm_pairs(module: nn.Module) -> Iterator[tuple[RMSNorm, QKVParallelLinear |
                     yield norm, product
 
 
-_Targets = dict[str, tuple[str, nn.Parameter, ShardId]]
+Targets = dict[str, tuple[str, nn.Parameter, ShardId]]
 
 
-def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _Targets:
+def targets_of(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> Targets:
     """A checkpoint's tensor name -> (the canonical name if two share a parameter, the parameter, shard id)."""
     parts: dict[tuple[str, ShardId], str] = {(ours, shard): theirs for theirs, (ours, shard) in packed.items()}
-    targets: _Targets = {}
+    targets: Targets = {}
     first: dict[tuple[int, ShardId], str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         *path, leaf = name.split(".")

@@ -16,16 +16,16 @@ import torch
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError
 from minivllm.models.loader import FLOATS, tensors_in
-from minivllm.models.lora_config import MERGE_ELSEWHERE, TENSORS, read_lora_config
+from minivllm.models.lora_config import LORA, MERGE_ELSEWHERE, TENSORS, read_lora_config
 from minivllm.naming import listed
 
 _LOW_RANK = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PREFIX = "base_model.model."
-_Problems = defaultdict[str, list[str]]  # what is wrong -> of which tensors
+Problems = defaultdict[str, list[str]]
 
 
 @dataclass(slots=True)
-class _Change:
+class Change:
     """What an adapter has for one of the checkpoint's tensors, W, (out, in): A and B, or another W, or all three."""
 
     a: torch.Tensor | None = None  # (rank, in)
@@ -59,41 +59,42 @@ def _placed(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class Adapter:
-    """The adapter in a folder, for a checkpoint of ``model_config``.
+    """The adapter in a folder, which ``key`` names, for a checkpoint of ``model_config``. ``changes``: what it has for
+    each of the checkpoint's tensors.
 
     Raises:
-        CheckpointError: it cannot be merged, or is incomplete; the message names the tensors.
+        CheckpointError: it is no adapter that can be merged, or is incomplete; the message names the tensors.
     """
 
-    def __init__(self, folder: Path, model_config: ModelConfig) -> None:
-        self._folder, self._config = folder, read_lora_config(folder)
-        self._changes: defaultdict[str, _Change] = defaultdict(_Change)  # by the checkpoint's tensor
-        problems: _Problems = defaultdict(list)
+    def __init__(self, folder: Path, model_config: ModelConfig, key: str = LORA) -> None:
+        self._folder, self._key, self._config = folder, key, read_lora_config(folder)
+        self.changes: defaultdict[str, Change] = defaultdict(Change)
+        problems: Problems = defaultdict(list)
         for name, tensor in tensors_in(folder / TENSORS):
             self._take(name, tensor, problems)
-        for target, change in self._changes.items():
+        for target, change in self.changes.items():
             self._check(target, change, problems)
-        whole = [f".{target}." for target, change in self._changes.items() if change.whole is not None]
+        whole = [f".{target}." for target, change in self.changes.items() if change.whole is not None]
         for saved in self._config.modules_to_save:
             if not any(f".{saved}." in target for target in whole):
                 problems["missing"].append(f"{saved}, which modules_to_save names")
-        if not self._changes and not problems:
+        if not self.changes and not problems:
             problems["missing"].append("all")
         if not problems and model_config.tie_word_embeddings:
             embeddings = (model_config.vocab_size, model_config.hidden_size)
-            of_one = [name for its in self._changes.values() if embeddings in its.shapes for name in its.names]
+            of_one = [name for its in self.changes.values() if embeddings in its.shapes for name in its.names]
             problems["for the embeddings or the head alone, which are one here (tie_word_embeddings)"] = of_one
-        self._refuse("cannot be merged", problems)
+        self.refuse("cannot be used", problems)
 
-    def _take(self, name: str, tensor: torch.Tensor, problems: _Problems) -> None:
+    def _take(self, name: str, tensor: torch.Tensor, problems: Problems) -> None:
         if low_rank := _LOW_RANK.fullmatch(name):
             target = f"{low_rank[1]}.weight"
-            change = self._changes[target]
+            change = self.changes[target]
             change.factor = self._config.factor_of(low_rank[1])
             setattr(change, low_rank[2].lower(), tensor)
         elif name.startswith(_PREFIX) and "lora_" not in name:
             target = name.removeprefix(_PREFIX).replace(".base_layer.", ".")  # PEFT saves the latter of an LM head
-            change = self._changes[target]
+            change = self.changes[target]
             if change.whole is not None:
                 problems["beside another of the same place"].append(name)
             change.whole = tensor
@@ -106,7 +107,7 @@ class Adapter:
         elif not tensor.isfinite().all():  # refused here, an engine that reloads runs on
             problems["with infinity or NaN"].append(name)
 
-    def _check(self, target: str, change: _Change, problems: _Problems) -> None:
+    def _check(self, target: str, change: Change, problems: Problems) -> None:
         module = target.removesuffix(".weight")
         rank = self._config.rank_of(module)
         for letter, part, dim in (("A", change.a, 0), ("B", change.b, 1)):
@@ -125,10 +126,10 @@ class Adapter:
         Raises:
             CheckpointError: after the last one, naming each of the adapter's that was not used exactly once.
         """
-        problems: _Problems = defaultdict(list)
+        problems: Problems = defaultdict(list)
         used: set[str] = set()
         for name, tensor in weights:
-            change = self._changes.get(name)
+            change = self.changes.get(name)
             if change is None:
                 yield name, tensor
             elif name in used:
@@ -139,16 +140,16 @@ class Adapter:
             else:
                 yield name, change.applied(tensor, device)
             used.add(name)
-        for target, change in self._changes.items():
+        for target, change in self.changes.items():
             if target not in used:
                 problems["for no tensor of the checkpoint"] += change.names
-        self._refuse("does not fit the checkpoint", problems)
+        self.refuse("does not fit the checkpoint", problems)
 
-    def _refuse(self, what: str, problems: _Problems) -> None:
-        """Raises CheckpointError if there is any."""
+    def refuse(self, what: str, problems: Problems) -> None:
+        """Raises CheckpointError if there is any problem: what is wrong -> of which tensors."""
         found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
         if found:
             raise CheckpointError(
-                f"model.lora={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this model, "
-                f"and complete? If so, {MERGE_ELSEWHERE}"
+                f"{self._key}={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this "
+                f"model, and complete? If so, {MERGE_ELSEWHERE}"
             )

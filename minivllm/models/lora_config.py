@@ -18,6 +18,7 @@ from minivllm.errors import CheckpointError, shown
 from minivllm.models.checkpoint import download, read_json, readable
 from minivllm.naming import is_repository
 
+LORA = "model.lora"  # the key that names one to merge
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_ELSEWHERE = "merge it with PEFT's merge_and_unload and save_pretrained, and pass that folder as model.path"
 
@@ -53,40 +54,39 @@ def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
 
 
 def lora_folder(name: str | None) -> Path | None:
-    """The folder of ``model.lora``: a folder, or a repository to download. Raises CheckpointError if it has no adapter
-    that could be read."""
-    if name is None:
-        return None
+    """``adapter_folder`` of ``model.lora``, which may be None."""
+    return None if name is None else adapter_folder(name)
+
+
+def adapter_folder(name: str, key: str = LORA) -> Path:
+    """The folder of an adapter that ``key`` names: a folder, or a repository to download. Raises CheckpointError if it
+    has no adapter that could be read."""
     folder = Path(expanduser(name))
-    with readable(folder, "model.lora"):
+    with readable(folder, key):
         if folder.is_file():
-            raise CheckpointError(
-                f"model.lora={name} is a file; pass the folder that holds it (model.lora={folder.parent})"
-            )
+            raise CheckpointError(f"{key}={name} is a file; pass the folder that holds it ({key}={folder.parent})")
         if not folder.is_dir():
             if not is_repository(name):
-                raise CheckpointError(
-                    f"model.lora={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME"
-                )
-            folder = download(name, key="model.lora")
-        _check_files(folder)
+                raise CheckpointError(f"{key}={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME")
+            folder = download(name, key=key)
+        _check_files(folder, key)
     return folder
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, key: str) -> None:
     if not (folder / CONFIG).is_file():
         if (folder / "config.json").is_file():
             raise CheckpointError(
-                f"model.lora={folder} holds a checkpoint (config.json), no adapter ({CONFIG}); pass model.path={folder}"
+                f"{key}={folder} holds a checkpoint (config.json), no adapter ({CONFIG}); pass model.path={folder}"
             )
         inner = sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
-        hint = f"did you mean model.lora={inner[0]}?" if inner else "pass a folder that PEFT's save_pretrained wrote"
-        raise CheckpointError(f"model.lora={folder} has no {CONFIG}, so it is no adapter in PEFT's layout; {hint}")
+        hint = f"did you mean {key}={inner[0]}?" if inner else "pass a folder that PEFT's save_pretrained wrote"
+        raise CheckpointError(f"{key}={folder} has no {CONFIG}, so it is no adapter in PEFT's layout; {hint}")
     if not (folder / TENSORS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         why = ", only adapter_model.bin, and minivllm does not unpickle weights" if pickled else ""
         raise CheckpointError(
-            f"model.lora={folder} has no {TENSORS}{why}; save the adapter again with PEFT's "
+            f"{key}={folder} has no {TENSORS}{why}; save the adapter again with PEFT's "
             "save_pretrained(DIR, safe_serialization=True)"
         )
 

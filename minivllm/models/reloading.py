@@ -17,7 +17,7 @@ from minivllm.errors import CheckpointError, EngineDeadError, RequestError, desc
 from minivllm.layers.parameter import scales_of
 from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized
-from minivllm.models.loader import refuse_nonfinite, refuse_unscaled, renew_copies, shapes_of
+from minivllm.models.loader import norm_pairs, refuse_nonfinite, refuse_unscaled, renew_copies, shapes_of
 from minivllm.models.lora import Adapter
 from minivllm.models.upload import PinnedUpload
 from minivllm.naming import listed
@@ -92,6 +92,8 @@ def reload_model(model: Model, weights: Weights) -> None:
     assert isinstance(model, nn.Module)
     for _, scale in scales_of(model):
         scale.fill_(float("nan"))  # as before the first load: what stays so was not loaded
+    for _, product in norm_pairs(model):
+        product.folded_norm = None
     before = _addresses(model)
     with PinnedUpload():
         try:

@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import plan_late
+from helpers import plan_late, save_adapter
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
 from minivllm.core.batch import NO_INTS, AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
-from minivllm.core.cuda_graphs import DecodeGraphs, Kept, cascade_sizes, graph_sizes
+from minivllm.core.cuda_graphs import DecodeGraphs, Kept, Key, adapter_sizes, cascade_sizes, graph_sizes
 from minivllm.core.landing import IN_FLIGHT, Layout, Packed
 from minivllm.core.model_runner import ModelRunner
 from minivllm.errors import MinivllmError
 from minivllm.kernels.capture import only_loads
+from minivllm.lora.request import LoRARequest
 
 BLOCKS, VOCAB = 40, 1000
 PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.3}
@@ -62,11 +63,12 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             packed = Packed(words, Layout(size, np.arange(size) if kind.best else NO_INTS, kind.best))
             line = f"refine {size} adjusts={kind.adjusts} best={kind.best}"
             return Recorded(run, packed, partial(said.append, line)), packed
-        (size,) = run.args
-        said.append(f"capture {size}")
+        (key,) = run.args
+        size, mark = key.rows, " with adapters" * key.adapted
+        said.append(f"capture {size}{mark}")
         hidden, logits = (torch.full((size, n), float("nan")) for n in (runner.hidden_size, vocab))
         result = Kept(hidden, torch.full((size,), -1), logits if size <= 32 else None)
-        return Recorded(run, result, partial(said.append, f"replay {size}")), result
+        return Recorded(run, result, partial(said.append, f"replay {size}{mark}")), result
 
     def logged(self: DecodeGraphs, size: int) -> Kept:
         said.append(f"{'load' if only_loads() else 'step'} {size}")
@@ -117,7 +119,7 @@ def test_a_size_that_is_far_from_the_next_is_compared_with_itself(
         log.clear()
         DecodeGraphs(runner, 41).capture(BLOCKS, VOCAB)
         assert log.count("replay 32") == 1, "float8 rounds more"
-    recorded: Any = graphs._graphs[32, None]
+    recorded: Any = graphs._graphs[Key(32)]
     run = recorded.run
     recorded.run = lambda: Kept(*(x * 1.05 for x in run()))
     with pytest.raises(MinivllmError, match="graph of 32 rows"):
@@ -204,6 +206,40 @@ def test_replays_give_the_tokens_of_eager_steps(
     assert graphs.landing.replays == int(graphs.landing.steps) == replays
 
 
+@pytest.mark.parametrize("llm", [{"enable_lora": True, "max_loras": 2}], indirect=True)
+def test_steps_with_lora_adapters_are_graphs_of_their_own(
+    llm: LLM, runner: ModelRunner, log: list[str], folder: Path, tmp_path: Path
+) -> None:
+    """Slots of ended sequences go to others, which have other adapters, or none; and steps without any are as ever."""
+    for number in (1, 2):
+        save_adapter(tmp_path / str(number), folder, ["q_proj", "v_proj", "up_proj", "o_proj"], seed=number)
+    adapters = [None, *(LoRARequest(str(n), n, str(tmp_path / str(n))) for n in (1, 2))]
+    prompts = ["Once upon a time", "The sea was", "Hello", *["In a small village"] * 10]
+    its = [adapters[i % 3] for i in range(len(prompts))]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(prompts))]
+    params[2] = params[2].clone(logprobs=1, **PENALTIES)
+
+    def say(its: list[LoRARequest | None]) -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=its)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    plain, eager, other = say([None] * 13), say(its), say(its[::-1])
+    assert plain != eager != other
+    llm.reset_prefix_cache()
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    captured = [line for line in log if line.startswith("capture")]
+    sizes = (16, 8, 4, 2, 1)
+    assert captured == [*(f"capture {n} with adapters" for n in sizes), *(f"capture {n}" for n in sizes)]
+    runner.graphs = graphs
+    for given, expected in ((its, eager), ([None] * 13, plain), (its[::-1], other), (its, eager)):
+        del log[:]
+        assert say(given) == expected
+        marks = {"with adapters" in line for line in log if line.startswith("replay")}
+        assert (True in marks) == any(given)
+    assert adapter_sizes(graph_sizes(400)) == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 400]
+
+
 def test_steps_of_more_than_graphs_take_are_launched_eagerly(llm: LLM, runner: ModelRunner, log: list[str]) -> None:
     # Each less than a block: capturing writes over what is cached.
     prompts = ["Once upon", "The sea was", "Hello", *["In a village"] * 8]
@@ -257,7 +293,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     monkeypatch.setattr(runner.attention, "plan", checked)
     del log[:]
     assert say() == eager
-    assert set(graphs._graphs) == {*((n, None) for n in (1, 2, 4, 8, 16)), (16, False)}
+    assert set(graphs._graphs) == {*map(Key, (1, 2, 4, 8, 16)), Key(16, False)}
     assert log.count("capture 16") == 1 and "replay 16" in log and set(seen) == {12}
     assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
     assert "refine 16 adjusts=True best=0" in log
@@ -279,7 +315,7 @@ def test_shared_prefixes_take_few_graphs() -> None:
 def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: list[str], wrong: int) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[wrong, None]
+    recorded: Any = graphs._graphs[Key(wrong)]
     run = recorded.run
     recorded.run = lambda: Kept(*(x * 1.05 for x in run()))
     with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
@@ -295,7 +331,7 @@ def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelR
     replayed = llm.engine._under_way[0].handle
     with torch.inference_mode():
         for _ in range(IN_FLIGHT):
-            graphs._replay((1, None))
+            graphs._replay(Key(1))
     with pytest.raises(MinivllmError, match="tokens of replay 6 are not on the host, those of replay 10 are"):
         replayed.result()
 
@@ -310,7 +346,7 @@ def test_replays_that_leave_no_tokens_on_the_host_are_noticed(runner: ModelRunne
 def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list[str]) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[4, None]
+    recorded: Any = graphs._graphs[Key(4)]
     recorded.replay = lambda: None
     with torch.inference_mode():
         recorded.result.hidden.fill_(float("nan"))

@@ -244,8 +244,8 @@ def rename(old: str, new: str) -> Callable[[Tensors], object]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda its: its.pop(A_OF_Q), f"cannot be merged; of its tensors 1 missing: {A_OF_Q}. Is it"),
-        (lambda its: its.pop(B_OF_Q), f"cannot be merged; of its tensors 1 missing: {B_OF_Q}. Is it"),
+        (lambda its: its.pop(A_OF_Q), f"cannot be used; of its tensors 1 missing: {A_OF_Q}. Is it"),
+        (lambda its: its.pop(B_OF_Q), f"cannot be used; of its tensors 1 missing: {B_OF_Q}. Is it"),
         (lambda its: its.clear(), "1 missing: all"),
         (lambda its: its.update({A_OF_Q: torch.ones(5, 64)}), rf"1 misshapen: {A_OF_Q} \[5, 64\] where .* rank 4"),
         (lambda its: its.update({B_OF_Q: torch.ones(128, 2)}), rf"1 misshapen: {B_OF_Q} \[128, 2\] where .* rank 4"),

@@ -1,0 +1,44 @@
+"""Which LoRA adapter a request has, with vLLM's names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from minivllm.errors import RequestError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """``lora_name`` is for people, ``lora_int_id``, from 1 on, tells adapters apart, ``lora_path`` is a folder in
+    PEFT's format or a repository. ``load_inplace``: ``add_lora`` reads the folder again even if the adapter is loaded,
+    as one that is being trained. Raises RequestError for values of other kinds."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError(f"lora_name={shown(self.lora_name)} is not a name")
+        number: object = self.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise RequestError(f"lora_int_id={shown(number)} is not a whole number from 1 on")
+        path: object = self.lora_path
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise RequestError(f"lora_path={shown(path)} is not the path of a folder, nor ORG/NAME")
+        if not isinstance(self.load_inplace, bool):
+            raise RequestError(f"load_inplace={shown(self.load_inplace)} is not True or False")
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        return os.fspath(self.lora_path)

@@ -1,0 +1,102 @@
+"""LoRA adapters of single requests: gives a model's linear layers places for them, and loads one into a place.
+
+``lora.py`` reads an adapter; ``layers/adapters.py`` has the tensors that steps read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from minivllm.core.interfaces import Model
+from minivllm.core.model_config import ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError
+from minivllm.layers.adapters import AdapterRows, LinearAdapters
+from minivllm.layers.linear import LinearBase
+from minivllm.layers.parameter import ShardId, whole_of
+from minivllm.layers.usual import usual_products
+from minivllm.models.loader import targets_of
+from minivllm.models.lora import Adapter, Change, Problems
+
+PATH = "lora_path"  # what names the folder of a request's adapter
+
+
+class _Fitting(NamedTuple):
+    """A linear layer's part, and what an adapter has for it."""
+
+    module: LinearBase
+    shard_id: ShardId
+    change: Change
+
+
+def add_places(model: Model, rows: AdapterRows, places: int, rank: int, dtype: torch.dtype) -> None:
+    """Give each linear layer ``places`` for adapters, of this rank of adapters at most. Raises ConfigError if the model
+    has no layer that takes any."""
+    products = list(usual_products(cast(nn.Module, model)))
+    if not products:
+        raise ConfigError(
+            f"enable_lora=true: {type(model).__name__} has no linear layer of minivllm.layers that takes adapters; "
+            "leave it out"
+        )
+    for _, module in products:
+        module.adapters = LinearAdapters(module.weight, rows, places, rank, dtype)
+
+
+def load_adapter(model: Model, model_config: ModelConfig, place: int, folder: Path, rank: int) -> None:
+    """Load an adapter into a place, in which there may be another.
+
+    Raises:
+        CheckpointError: as ``check_adapter``; nothing was written.
+    """
+    fitting = _fitting(model, Adapter(folder, model_config, PATH), rank)
+    for _, module in usual_products(cast(nn.Module, model)):
+        assert module.adapters is not None
+        module.adapters.clear(place)
+    for module, shard_id, change in fitting:
+        assert module.adapters is not None and change.a is not None and change.b is not None
+        norm: torch.Tensor | None = getattr(module, "folded_norm", None)
+        b = change.b.float() * change.factor
+        module.adapters.load(place, shard_id, change.a.float(), b, norm)
+
+
+def check_adapter(folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int) -> None:
+    """Read all of an adapter, and compare it with the model.
+
+    Raises:
+        CheckpointError: it is none, none of this model, of a higher rank, or it has more than linear layers can add.
+    """
+    adapter = Adapter(folder, model_config, PATH)
+    with torch.device("meta"):
+        model = model_class(model_config, TensorParallel())
+    _fitting(model, adapter, rank)
+
+
+def _fitting(model: Model, adapter: Adapter, rank: int) -> list[_Fitting]:
+    products = {id(module.weight): module for _, module in usual_products(cast(nn.Module, model))}
+    targets = targets_of(cast(nn.Module, model), getattr(model, "packed", None) or {})
+    found: list[_Fitting] = []
+    problems: Problems = defaultdict(list)
+    for name, change in adapter.changes.items():
+        _, param, shard_id = targets.get(name, ("", None, None))
+        module = products.get(id(param))
+        shape = None if param is None else whole_of(param, shard_id).shape
+        if change.whole is not None:
+            problems["whole tensors (modules_to_save), which requests cannot have of their own"] += change.names
+        elif param is None:
+            problems["for no tensor of the model"] += change.names
+        elif module is None:
+            problems["for a tensor that is of no linear layer of the decoder"] += change.names
+        elif change.shapes != {shape}:
+            its = " and ".join(str(list(one)) for one in change.shapes)
+            problems["misshapen"].append(f"for {name} {its} where the model has {list(shape or ())}")
+        elif change.a is not None and len(change.a) > rank:
+            problems[f"of a rank above max_lora_rank={rank}"].append(f"{name} of {len(change.a)}")
+        else:
+            found.append(_Fitting(module, shard_id, change))
+    adapter.refuse("cannot be an adapter of single requests", problems)
+    return found

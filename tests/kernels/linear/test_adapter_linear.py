@@ -1,0 +1,71 @@
+"""Adapters of single rows: the kernels against the reference, row by row."""
+
+import pytest
+import torch
+
+from minivllm.kernels.linear import adapter_linear
+
+
+def case(where, places, k, n, width, number=3, seed=0):
+    """y, x, a slice of a wider tensor, a, b, and places."""
+    device, dtype = where
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, by=1.0):
+        return (by * torch.randn(shape, generator=generator)).to(device, dtype)
+
+    t = len(places)
+    x = normal(t, k + 8)[:, :k]
+    a, b = normal(number, width, k, by=k**-0.5), normal(number, n, width)
+    return normal(t, n), x, a, b, torch.tensor(places, dtype=torch.int32, device=device)
+
+
+def check(where, close, *shape, **more):
+    y, x, a, b, places = case(where, *shape, **more)
+    expected = y.float()
+    for row, place in enumerate(places.tolist()):
+        if place:
+            expected[row] += b[place - 1].float() @ (a[place - 1].float() @ x[row].float())
+    before = y.clone()
+    out = adapter_linear.add_adapters_triton(y, x, a, b, places)
+    assert out.data_ptr() == y.data_ptr()
+    close(out, expected)
+    assert torch.equal(out[places == 0], before[places == 0]), "rows without one are left as they are"
+
+
+@pytest.mark.parametrize("width", [1, 8, 16, 24, 48, 96, 192])
+def test_every_width(where, close, width):
+    check(where, close, [1, 0, 3, 2, 2], 64, 80, width)
+
+
+@pytest.mark.parametrize("k", [8, 128, 520, 2100])
+@pytest.mark.parametrize("n", [16, 100])
+def test_every_size(where, close, k, n):
+    check(where, close, [2, 0, 1], k, n, 16)
+
+
+@pytest.mark.parametrize("t", [1, 16, 17, 64, 65, 150])
+def test_every_number_of_rows(where, close, t):
+    check(where, close, [(7 * i) % 4 for i in range(t)], 72, 40, 32)
+
+
+def test_rows_of_one_and_of_none(where, close):
+    check(where, close, [2] * 80, 40, 24, 16)
+    check(where, close, [0] * 40 + [1] * 30 + [0] * 70, 40, 24, 16)
+    check(where, close, [0] * 5, 40, 24, 16)
+
+
+def test_no_rows(where):
+    y, *rest = case(where, [], 16, 8, 4)
+    assert adapter_linear.add_adapters_triton(y, *rest) is y
+
+
+def test_the_reference(close):
+    where = ("cpu", torch.float32)
+    one, other = (case(where, [0, 1, 3, 3], 24, 12, 4) for _ in range(2))
+    expected = one[0].clone()
+    for row, place in ((1, 1), (2, 3), (3, 3)):
+        expected[row] += one[3][place - 1] @ one[2][place - 1] @ one[1][row]
+    assert adapter_linear.add_adapters(*one) is one[0]
+    close(one[0], expected)
+    assert torch.equal(adapter_linear.add_adapters_reference(*other), one[0])
