@@ -99,9 +99,10 @@ class ModelRunner:
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)
-        if batch.scored is not None or self.has_adapters(batch):
+        if batch.scored is not None:
             return self._launch_eager(batch)
-        if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
+        adapted = self.has_adapters(batch)
+        if self.mixed_graphs is not None and not adapted and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
         if graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
             decodes, prompts = batch.apart()
@@ -199,9 +200,8 @@ class ModelRunner:
         # joined to its sequence's row, to verify it.
         if batch.scored is not None:
             return batch, None
-        adapted = self.has_adapters(batch)  # no graph of layers has adapters
         rows = batch.joined() if batch.num_tokens <= PICKED_FROM else batch
-        if (graphs := self.prompt_graphs) is None or adapted:
+        if (graphs := self.prompt_graphs) is None:
             return rows, None
         key = graphs.key_for(rows)
         if rows is not batch and key is not None and graphs.picks(key):

@@ -9,6 +9,7 @@ sequences, as the work that attention launches grows with the most sequences the
 
 The input of a step is one int32 packet, see ``core/staging.py``; R is the graph's rows, T its tokens:
 # | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
+# | places of tokens' LoRA adapters (T), in graphs of steps with such |
 Static buffers, shared by all graphs: the packet, and, for the largest:
 # positions, slot_mapping (T,) int64   ends (4 R,) int64, ``prompt_inputs``'   block_tables (R, max_blocks) int32
 All rows go to the backend as prompt rows, decodes too; a step with many decodes is launched as two if reading the
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, str]  # a graph's tokens, and which steps of that size it is for: one of these
 _ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: all prompts start in the step, _FEW: few sequences
+_ADAPTED = "adapted"  # some have LoRA adapters
+_TOLD = {_ANY: "", _WHOLE: " from their start", _FEW: ", few", _ADAPTED: " with adapters"}
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is for padding
 _SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, the fastest GEMM kernel may differ from one size to the next
@@ -81,6 +84,7 @@ class _Staged(NamedTuple):
     seq_lens: torch.Tensor
     slots: torch.Tensor
     prompt_words: torch.Tensor
+    places: torch.Tensor
 
 
 def _nearest_power_of_2(tokens: float) -> int:
@@ -126,20 +130,21 @@ class PromptGraphs:
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
         few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self.longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
-        packings = {key: self._packing(key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
+        keys += [(size, _ADAPTED) for size in self.sizes] if runner.adapters is not None else []
+        packings = {key: self._packing(key, _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
         self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
         self._staged = {key: _Staged(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
         self._plans = {key: self._plan(key) for key in keys}
 
-    def _packing(self, size: int, rows: int) -> Packing:
-        none = np.zeros(rows, dtype=np.int32)
-        words = len(self.runner.attention.prompt_words(none, none, size))
-        return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words)))
+    def _packing(self, key: _Key, rows: int) -> Packing:
+        (size, kind), none = key, np.zeros(rows, dtype=np.int32)
+        words, places = len(self.runner.attention.prompt_words(none, none, size)), size * (kind == _ADAPTED)
+        return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words, places)))
 
     def _plan(self, key: _Key) -> AttentionBatch:
         (size, kind), staged = key, self._staged[key]
         rows = len(staged.slots)
-        picks = size > PICKED_FROM and size >= 2 * (rows - 1)
+        picks = kind != _ADAPTED and size > PICKED_FROM and size >= 2 * (rows - 1)
         return captured_batch(
             0, staged.query_start, staged.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
             graph_whole=kind == _WHOLE,
@@ -189,7 +194,8 @@ class PromptGraphs:
             staged.query_start, staged.seq_lens, staged.slots, run.block_table, positions, plan.slot_mapping,
             plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
-        return run.model.forward(staged.input_ids, positions, run.attention)
+        with run.with_adapters(staged.places if key[1] == _ADAPTED else None):
+            return run.model.forward(staged.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
 
@@ -222,6 +228,8 @@ class PromptGraphs:
         size = self.size_for(batch)
         if size is None:
             return None
+        if self.runner.has_adapters(batch):
+            return size, _ADAPTED
         if (size, _WHOLE) in self._graphs and not batch.num_decodes and not batch.num_computed.any():
             return size, _WHOLE
         return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
@@ -240,7 +248,7 @@ class PromptGraphs:
         """``token_ids``: the tokens that the device does not have, which come after those it has."""
         (size, _), packing, n = key, self._staged[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
-        input_ids, query_start, seq_lens, slots_, words = packing.cut(packet)
+        input_ids, query_start, seq_lens, slots_, words, places = packing.cut(packet)
         query_lens = np.zeros(len(slots_), dtype=np.int32)
         np.cumsum(new, out=query_start[1 : n + 1])
         t = int(query_start[n])
@@ -250,6 +258,8 @@ class PromptGraphs:
         slots_[:n], slots_[n:] = slots, self.runner.num_slots
         input_ids[t - len(token_ids) : t] = token_ids
         words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, size)
+        if len(places):
+            places[:t] = np.repeat(self.runner.adapter_of[slots], new)
         return GraphInput(n, t, query_lens, seq_lens, slots_, packet)
 
     def launch(self, key: _Key, given: GraphInput, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,7 +334,7 @@ class PromptGraphs:
             capture(key)
         for key in reversed(expected):
             self._load(key, steps[key])
-            what = f"{key[0]} tokens of prompts" + {_ANY: "", _WHOLE: " from their start", _FEW: ", few"}[key[1]]
+            what = f"{key[0]} tokens of prompts" + _TOLD[key[1]]
             differences[what] = difference(expected[key], hidden(key, self._replay))
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0

@@ -20,12 +20,20 @@ from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
 from minivllm.kernels.linear.fp8_linear import Fp8Rows, fp8_linear, quantize
 from minivllm.kernels.linear.packed_weights import PackedWeight
-from minivllm.kernels.linear.products import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
+from minivllm.kernels.linear.products import (
+    MAX_UNSCALED_ROWS,
+    MAX_UNSCALED_SIZE,
+    linear,
+    linear_add,
+    linear_into,
+    norm_linear,
+    norm_linear_unscaled,
+)
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.adapters import LinearAdapters
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
-from minivllm.layers.plain import is_plain
+from minivllm.layers.plain import is_adapted, is_plain, is_plain_beside_adapters
 
 # From this many tokens, the all-reduce runs in two halves, the first overlapping the matmul of the second: a matmul of
 # half the tokens is still as fast per token; one of a quarter is not.
@@ -44,16 +52,18 @@ class LinearBase(nn.Module):
     adapters: LinearAdapters | None = None  # of requests; in steps that have any, ``is_plain`` is false
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._product(x)
+        if self.weight_scale is not None:
+            rows = quantize(x.flatten(0, -2))
+            y = fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
+        else:
+            y = linear(x, self.weight, self.bias)
+        return self._adapted(y, x)
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y, its product with x, to which the adapters of rows have added theirs."""
         if self.adapters is not None and self.adapters.active:
             self.adapters.add(y, x)
         return y
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight_scale is not None:
-            rows = quantize(x.flatten(0, -2))
-            return fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
-        return linear(x, self.weight, self.bias)
 
 
 class ReplicatedLinear(LinearBase):
@@ -129,6 +139,11 @@ class _StackedLinear(LinearBase):
 
     def unscaled(self, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, RowScale | None]:
         """``after_norm``, and the scale its rows still need, if ``fold`` has left that to the caller."""
+        few = x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
+        if few and self.folded and is_adapted(self) and is_plain_beside_adapters(self, LinearBase):
+            if is_plain(norm, RMSNorm):
+                return self._adapted(linear(x, self.weight), x), RowScale(x, norm.eps, self.bias)
+            return self.after_norm(x, norm), None
         if not self.folded or not goes_with(self, norm):
             return self.after_norm(x, norm), None
         return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, self.bias)
@@ -214,6 +229,9 @@ class RowParallelLinear(LinearBase):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual. x may be rows of
         float8 if the weight is in it and the product ``adds_as_usual``."""
+        if is_adapted(self) and is_plain_beside_adapters(self, RowParallelLinear):
+            assert isinstance(x, torch.Tensor)
+            return self._add_adapted(residual, x)
         if self.weight_scale is not None and is_plain(self, RowParallelLinear):
             rows = x if isinstance(x, Fp8Rows) else quantize(x)
             if self.tp.size == 1:
@@ -223,6 +241,13 @@ class RowParallelLinear(LinearBase):
         if not is_plain(self, RowParallelLinear):
             return residual.add_(self(x))
         return self._add(residual, x)
+
+    def _add_adapted(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self.tp.size > 1:
+            return self.tp.all_reduce_add(residual, super().forward(x))
+        if self.weight_scale is not None:
+            return self._adapted(fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias, residual), x)
+        return self._adapted(self._add_whole(residual, x), x)
 
     def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return linear_add(x, self.weight, self.bias, residual)

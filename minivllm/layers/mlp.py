@@ -82,7 +82,8 @@ class GatedMLP(nn.Module):
             assert up.weight_scale is not None
             return fp8_gate_up(quantize(x, norm.weight, norm.eps), up.weight, up.weight_scale, up.bias)
         if self.activation is norm_gate_up and not goes_with(up, norm):
-            return silu_mul(up(norm(x)))
+            y, scale = up.unscaled(x, norm)
+            return silu_mul(y, scale)
         if up.weight_scale is not None:
             raise TypeError("an activation of one's own gets the weight of gate and up, which quantization=fp8 changes")
         return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)

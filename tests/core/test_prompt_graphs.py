@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import small_steps, stand_in_for_prompt_graphs, step_batch
+from helpers import save_adapter, small_steps, stand_in_for_prompt_graphs, step_batch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import prompt_graphs
@@ -24,6 +24,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import GraphInput, PromptGraphs, prompt_sizes
 from minivllm.errors import MinivllmError
 from minivllm.layers.decoder_layer import _all_tokens
+from minivllm.lora.request import LoRARequest
 
 VOCAB = 1000
 NO_WORDS: Any = SimpleNamespace(prompt_words=lambda *lens: np.empty(0, dtype=np.int32))  # a backend that wants none
@@ -35,6 +36,7 @@ def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
     made.sizes, made.full, made.most_padding, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
     made.runner = SimpleNamespace(attention=SimpleNamespace(most_captured_context=None))  # type: ignore[assignment]
+    made.runner.has_adapters = lambda batch: False  # type: ignore[method-assign]
     return made
 
 
@@ -121,7 +123,7 @@ def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks
     tensors = [(name, torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in weights.items()]
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
-        model=SimpleNamespace(named_parameters=lambda: tensors), attention=NO_WORDS,
+        model=SimpleNamespace(named_parameters=lambda: tensors), attention=NO_WORDS, adapters=None,
     )  # fmt: skip
     their = iter(others)
     tp = SimpleNamespace(size=ranks, minimum=lambda number, device: min(number, -next(their)))
@@ -205,7 +207,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
     layer = torch.nn.Parameter(torch.empty(10**9, 1, device="meta"))
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=slots, block_table=torch.empty(slots + 1, 512), block_size=16,
-        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]), attention=NO_WORDS,
+        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]), attention=NO_WORDS, adapters=None,
     )  # fmt: skip
     graphs = PromptGraphs(runner, 1024, TensorParallel())  # type: ignore[arg-type]
     assert graphs.sizes == [32, 64, 128, 256, 512, 768, 1024]
@@ -236,8 +238,10 @@ def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, lau
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=4, block_table=torch.zeros(5, 512, dtype=torch.int32), block_size=16,
         model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)], forward=forward), attention=attention,
+        adapters=None,
     )  # fmt: skip
-    runner.hand_over = partial(ModelRunner.hand_over, runner)  # type: ignore[arg-type]
+    for name in ("hand_over", "with_adapters"):
+        setattr(runner, name, partial(getattr(ModelRunner, name), runner))
     PromptGraphs(runner, most, TensorParallel()).launch_all_kinds()  # type: ignore[arg-type]
     assert said == launched
 
@@ -274,6 +278,45 @@ def test_replays_give_what_eager_steps_give(llm: LLM, log: list[Replayed], picks
     assert {rows for size, rows, _ in log if size == 512} == {4 if picks else 512}
     smaller = [(size, rows) for size, rows, _ in log if size < 512]
     assert smaller and all(size == rows for size, rows in smaller)
+
+
+def test_steps_with_lora_adapters_are_graphs_of_their_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep all hidden states; prompts with and without one, chunks, decodes beside them, and cached prefixes."""
+    for number in (1, 2):
+        save_adapter(tmp_path / str(number), folder, ["q_proj", "o_proj", "up_proj", "down_proj"], seed=number)
+    adapters = [None, *(LoRARequest(str(n), n, str(tmp_path / str(n))) for n in (1, 2))]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 1000, n).tolist() for n in (300, 150, 40, 60, 290, 20)]
+    params = [SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True) for i in range(len(prompts))]
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_num_batched_tokens": 512}
+    with LLM(
+        str(folder), device="cpu", attention="torch", dtype="float32", max_num_seqs=4, enable_prefix_caching=False,
+        **options,
+    ) as llm:  # fmt: skip
+        runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        log: list[Replayed] = []
+        stand_in_for_prompt_graphs(monkeypatch, runner.attention, lambda run, result: Recorded(run, result, log))
+
+        def say(first: int) -> list[list[int]]:
+            its = [adapters[(first + i) % 3] for i in range(len(prompts))]
+            outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=its)
+            return [list(output.outputs[0].token_ids) for output in outputs]
+
+        eager = [say(first) for first in range(3)]
+        assert eager[0] != eager[1] != eager[2]
+        llm.reset_prefix_cache()
+        graphs = PromptGraphs(runner, 512, TensorParallel())
+        graphs.capture(llm.engine.num_blocks, VOCAB)
+        runner.prompt_graphs = graphs
+        assert {size for size, kind in graphs._graphs if kind == "adapted"} == set(graphs.sizes)
+        del log[:]
+        assert [say(first) for first in (0, 1, 2, 2, 1)] == [*eager, eager[2], eager[1]]
+        assert log and {rows for size, rows, _ in log if size == 512} == {512}
+        del log[:]
+        llm.generate(prompts, params, use_tqdm=False)
+        assert {rows for size, rows, _ in log if size == 512} == {4}, "without adapters, as ever"
 
 
 def test_steps_of_few_sequences_are_graphs_of_their_own(

@@ -26,7 +26,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | Non
     """None, and three."""
     home = tmp_path_factory.mktemp("adapters")
     for number, rank in ((1, 4), (2, 8), (3, 16)):
-        save_adapter(home / str(number), DEMO, ALL, rank=rank, seed=number, lora_alpha=rank / 8)
+        save_adapter(home / str(number), DEMO, ALL, rank=rank, seed=number, lora_alpha=rank)
     return [None, *(LoRARequest(str(n), n, str(home / str(n))) for n in (1, 2, 3))]
 
 

@@ -5,19 +5,20 @@ row to its adapter's rank. The adapters of a layer are stacked; a program skips 
 that rows of one adapter, as a prompt's, take as long as a product with its weights alone.
 
 The first product is cut along k, so that a few rows still use many multiprocessors; its parts (splits, t, width),
-float32, are summed by whoever reads them.
+float32, are summed by whoever reads them. The second one triggers late (``kernels/pdl.py``, 5).
 
 Bytes moved: for t rows of one adapter (k + n) * width weights, 2 * t * n for the output, t * k for the input.
 """
 
 import torch
 
-from minivllm.kernels._triton import next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, num_sms, tl, triton
+from minivllm.kernels.pdl import use_pdl
 from minivllm.rounding import cdiv
 
 _STEP = 128  # columns of x at a time
-_SPLITS = 8  # at most
-_MANY = 64  # rows: beyond, k is not cut
+_MOST_SPLITS = 16  # of k
+_FEW = 256  # rows, in blocks of 16: each has few adapters, and there are many blocks
 
 
 @triton.jit
@@ -41,12 +42,17 @@ def _shrink_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     here, inside = rows < t, columns < WIDTH
     its = tl.load(places + rows, mask=here, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     k = split * PART + tl.arange(0, STEP)
     from_x = x + rows.to(tl.int64)[:, None] * x_stride + k[None, :]
     found = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -64,31 +70,35 @@ def _shrink_kernel(
     tl.store(to, found, mask=here[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["t", "splits"])
+@triton.jit(do_not_specialize=["t"])
 def _expand_kernel(
     y,  # (t, N), to which it adds
-    h,  # (splits, t, WIDTH) float32
+    h,  # (SPLITS, t, WIDTH) float32
     b,  # (NUMBER, N, WIDTH)
     places,  # (t,) int32
     t,
-    splits,
     N,
+    SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     NUMBER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here, inside = rows < t, columns < N
     its = tl.load(places + rows, mask=here, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.max(its, axis=0) > 0:
         found = tl.zeros((ROWS, COLUMNS), tl.float32)
         for at in range(0, WIDTH, STEP):
             w = at + tl.arange(0, STEP)
             shrunk = tl.zeros((ROWS, STEP), tl.float32)
-            for split in range(splits):
+            for split in tl.static_range(SPLITS):
                 from_h = h + (split * t + rows).to(tl.int64)[:, None] * WIDTH + w[None, :]
                 shrunk += tl.load(from_h, mask=here[:, None] & (w < WIDTH)[None, :], other=0.0)
             shrunk_ = shrunk.to(b.dtype.element_ty)
@@ -109,22 +119,27 @@ def add_adapters_triton(
     (t, k), (number, width, _), n = x.shape, a.shape, y.shape[1]
     if not t:
         return y
-    rows = min(max(next_power_of_2(t), 16), 64)
-    columns = min(max(next_power_of_2(width), 16), 64)
-    splits = 1 if t > _MANY else min(_SPLITS, cdiv(k, 2 * _STEP))
-    part = cdiv(cdiv(k, splits), _STEP) * _STEP
+    rows, wide = (16, 64) if t <= _FEW else (64, 128)
+    columns, pdl = min(max(next_power_of_2(width), 16), 64), use_pdl(x.device)
+    blocks = cdiv(t, rows), cdiv(width, columns)
+    part = _part_of(k, blocks[0] * blocks[1], num_sms(x.device))
     splits = cdiv(k, part)
     h = torch.empty((splits, t, width), dtype=torch.float32, device=x.device)
-    step = _STEP if x.dtype.itemsize < 4 else 32
-    _shrink_kernel[(cdiv(t, rows), cdiv(width, columns), splits)](
+    _shrink_kernel[(*blocks, splits)](
         x, a, places, h, x.stride(0), t, K=k, WIDTH=width, NUMBER=number, PART=part, ROWS=rows, COLUMNS=columns,
-        STEP=step,
+        STEP=_STEP if x.dtype.itemsize < 4 else 32, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
-    wide = 64 if t <= _MANY else 128
-    _expand_kernel[(cdiv(t, rows), cdiv(n, wide))](
-        y, h, b, places, t, splits, n, WIDTH=width, NUMBER=number, ROWS=rows, COLUMNS=wide, STEP=columns
-    )
+    _expand_kernel[(blocks[0], cdiv(n, wide))](
+        y, h, b, places, t, n, SPLITS=splits, WIDTH=width, NUMBER=number, ROWS=rows, COLUMNS=wide, STEP=columns,
+        PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
     return y
+
+
+def _part_of(k: int, blocks: int, sms: int) -> int:
+    """How much of k a program gets, a power of two of ``_STEP``, so that ``blocks`` of them fill the GPU about once."""
+    wanted = min(_MOST_SPLITS, max(sms // blocks, 1))
+    return _STEP * next_power_of_2(cdiv(cdiv(k, wanted), _STEP))
 
 
 def add_adapters_reference(
