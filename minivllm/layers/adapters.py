@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from minivllm.kernels.linear.adapter_linear import add_adapters
+from minivllm.kernels.linear.adapter_linear import expand, shrink
 from minivllm.layers.parameter import Piece, ShardId, pieces_of
 
 
@@ -49,10 +49,15 @@ class LinearAdapters:
     def active(self) -> bool:
         return self._rows.places is not None
 
-    def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """Add to y (…, out), in place, what the adapters make of x (…, in)."""
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        """x (…, in), as the ranks of its rows' adapters: what ``expand`` needs. Best launched before the product."""
         assert self._rows.places is not None
-        add_adapters(y.view(-1, y.shape[-1]), x.flatten(0, -2), self._a, self._b, self._rows.places)
+        return shrink(x.flatten(0, -2), self._a, self._rows.places)
+
+    def expand(self, y: torch.Tensor, shrunk: torch.Tensor) -> None:
+        """Add to y (…, out), in place, what the adapters make of what was ``shrink``'s x."""
+        assert self._rows.places is not None
+        expand(y.view(-1, y.shape[-1]), shrunk, self._b, self._rows.places)
 
     def clear(self, place: int) -> None:
         """Nothing is added for the adapter in this place any more."""

@@ -9,7 +9,8 @@ then reads x itself, and the kernel that consumes its output divides by rms(x) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple, TypeGuard
 
 import torch
@@ -52,17 +53,20 @@ class LinearBase(nn.Module):
     adapters: LinearAdapters | None = None  # of requests; in steps that have any, ``is_plain`` is false
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x) if not is_adapted(self) else self._adapted(self._product, x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight_scale is not None:
             rows = quantize(x.flatten(0, -2))
-            y = fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
-        else:
-            y = linear(x, self.weight, self.bias)
-        return self._adapted(y, x)
+            return fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
+        return linear(x, self.weight, self.bias)
 
-    def _adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y, its product with x, to which the adapters of rows have added theirs."""
-        if self.adapters is not None and self.adapters.active:
-            self.adapters.add(y, x)
+    def _adapted(self, product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """``product(x)``, to which the adapters of rows add theirs."""
+        assert self.adapters is not None
+        shrunk = self.adapters.shrink(x)
+        y = product(x)
+        self.adapters.expand(y, shrunk)
         return y
 
 
@@ -142,7 +146,7 @@ class _StackedLinear(LinearBase):
         few = x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
         if few and self.folded and is_adapted(self) and is_plain_beside_adapters(self, LinearBase):
             if is_plain(norm, RMSNorm):
-                return self._adapted(linear(x, self.weight), x), RowScale(x, norm.eps, self.bias)
+                return self._adapted(lambda x: linear(x, self.weight), x), RowScale(x, norm.eps, self.bias)
             return self.after_norm(x, norm), None
         if not self.folded or not goes_with(self, norm):
             return self.after_norm(x, norm), None
@@ -245,9 +249,10 @@ class RowParallelLinear(LinearBase):
     def _add_adapted(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.tp.size > 1:
             return self.tp.all_reduce_add(residual, super().forward(x))
-        if self.weight_scale is not None:
-            return self._adapted(fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias, residual), x)
-        return self._adapted(self._add_whole(residual, x), x)
+        weight, scale = self.weight, self.weight_scale
+        if scale is not None:
+            return self._adapted(lambda x: fp8_linear(quantize(x), weight, scale, self.bias, residual), x)
+        return self._adapted(partial(self._add_whole, residual), x)
 
     def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return linear_add(x, self.weight, self.bias, residual)
