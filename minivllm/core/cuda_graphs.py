@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from minivllm.core.adapter_rows import in_order
 from minivllm.core.batch import AttentionBatch, Batch, Cascade, captured_batch
 from minivllm.core.cascade import ITEM
 from minivllm.core.landing import Landing, Packed
@@ -146,7 +147,7 @@ class DecodeGraphs:
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded`` on the device
         self._cascade_sizes: list[int] = []
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
-        self._adapter_places = torch.zeros(top, dtype=torch.int32, device=device)
+        self._adapter_order = torch.zeros(2 * top, dtype=torch.int32, device=device)
         keys = [Key(size) for size in self.sizes]
         if runner.cascade is not None:
             items = runner.cascade.limits.items
@@ -208,7 +209,7 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> Kept:
         """What is captured."""
-        with self.runner.with_adapters(self._adapter_places[: key.rows] if key.adapted else None):
+        with self.runner.with_adapters(self._adapter_order[: 2 * key.rows] if key.adapted else None):
             return self._step(key.rows)
 
     def _step(self, size: int) -> Kept:
@@ -315,20 +316,20 @@ class DecodeGraphs:
         run, size = self.runner, key.rows
         adapters = run.adapter_of[batch.slots].tobytes() if key.adapted else b""
         wanted = size, batch.slots.tobytes(), adapters
-        slots = numbers = places = batch.slots[:0]
+        slots = numbers = order = batch.slots[:0]
         if wanted != self._on_device:
             slots = self._padded(batch.slots, size)
-            places = run.adapter_of[slots] if key.adapted else places
+            order = in_order(run.adapter_of[slots]) if key.adapted else order
         if cascade is not None and self._cascade_on_device != (cascade, size):
             assert run.cascade is not None
             numbers = cascade.padded(size, run.cascade.limits.items)
         if not len(slots) and not len(batch.block_slots) and not len(numbers):
             return
-        entries, blocks, slots_, numbers_, places_ = run.staging.send(*run.table_entries(batch), slots, numbers, places)
-        run.write_table(entries, blocks)
+        places, blocks, slots_, numbers_, order_ = run.staging.send(*run.table_entries(batch), slots, numbers, order)
+        run.write_table(places, blocks)
         if len(slots):
             self.slots[:size] = slots_
-            self._adapter_places[: len(places)] = places_
+            self._adapter_order[: len(order)] = order_
             self._on_device = wanted
         if cascade is not None and len(numbers):
             self._numbers(size).copy_(numbers_)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from minivllm.core.adapter_rows import AdapterRows, in_order
 from minivllm.core.batch import NO_INTS, AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.core.sample_graphs import SampleGraphs
-    from minivllm.layers.adapters import AdapterRows
 
 # The fewest rows of a last layer: fewer would need more kernels to be compiled at each start, which decodes do not need
 # where so few rows go through all layers in one kernel.
@@ -246,9 +246,9 @@ class ModelRunner:
         slots[:n], seq_lens[:n], start[n + 1 :] = batch.slots, batch.num_computed + batch.num_new, t
         words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:n])
         adapted = self.has_adapters(batch)
-        places = np.repeat(self.adapter_of[batch.slots], batch.num_new) if adapted else NO_INTS
-        admission, sent = self.begin(batch, some, drafts, ids, start, seq_lens, slots, shared, words, places)
-        some_, drafts_, ids_, start_, seq_lens_, slots_, shared_, words_, places_ = sent
+        order = in_order(np.repeat(self.adapter_of[batch.slots], batch.num_new)) if adapted else NO_INTS
+        admission, sent = self.begin(batch, some, drafts, ids, start, seq_lens, slots, shared, words, order)
+        some_, drafts_, ids_, start_, seq_lens_, slots_, shared_, words_, order_ = sent
         if d:
             ids_[:d] = self.last_token.index_select(0, slots_[:d])
         # Zeros: if kernels are only compiled nothing writes these, and libraries still read them.
@@ -274,15 +274,15 @@ class ModelRunner:
         )
         self.attention.batch = plan
         self.attention.plan(plan)
-        with self.with_adapters(places_ if adapted else None):
+        with self.with_adapters(order_ if adapted else None):
             return admission, some_, drafts_, self.model.forward(ids_, positions, self.attention), ends
 
-    def with_adapters(self, places: torch.Tensor | None) -> AbstractContextManager[None]:
-        """For layers whose rows (t,) have the adapters in these places; None: nobody has one."""
-        if places is None:
+    def with_adapters(self, order: torch.Tensor | None) -> AbstractContextManager[None]:
+        """For layers whose rows have adapters, ``in_order``; None: nobody has one."""
+        if order is None:
             return nullcontext()
         assert self.adapters is not None
-        return self.adapters.used(places)
+        return self.adapters.used(order)
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray

@@ -9,7 +9,7 @@ sequences, as the work that attention launches grows with the most sequences the
 
 The input of a step is one int32 packet, see ``core/staging.py``; R is the graph's rows, T its tokens:
 # | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
-# | places of tokens' LoRA adapters (T), in graphs of steps with such |
+# | tokens in the order of their LoRA adapters (2 T), in graphs of steps with such |
 Static buffers, shared by all graphs: the packet, and, for the largest:
 # positions, slot_mapping (T,) int64   ends (4 R,) int64, ``prompt_inputs``'   block_tables (R, max_blocks) int32
 All rows go to the backend as prompt rows, decodes too; a step with many decodes is launched as two if reading the
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from minivllm.core.adapter_rows import in_order
 from minivllm.core.batch import AttentionBatch, Batch, captured_batch
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference, random_values
 from minivllm.core.model_runner import PICKED_FROM
@@ -84,7 +85,7 @@ class _Staged(NamedTuple):
     seq_lens: torch.Tensor
     slots: torch.Tensor
     prompt_words: torch.Tensor
-    places: torch.Tensor
+    adapter_order: torch.Tensor
 
 
 def _nearest_power_of_2(tokens: float) -> int:
@@ -138,8 +139,8 @@ class PromptGraphs:
 
     def _packing(self, key: _Key, rows: int) -> Packing:
         (size, kind), none = key, np.zeros(rows, dtype=np.int32)
-        words, places = len(self.runner.attention.prompt_words(none, none, size)), size * (kind == _ADAPTED)
-        return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words, places)))
+        words, order = len(self.runner.attention.prompt_words(none, none, size)), 2 * size * (kind == _ADAPTED)
+        return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words, order)))
 
     def _plan(self, key: _Key) -> AttentionBatch:
         (size, kind), staged = key, self._staged[key]
@@ -194,7 +195,7 @@ class PromptGraphs:
             staged.query_start, staged.seq_lens, staged.slots, run.block_table, positions, plan.slot_mapping,
             plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
-        with run.with_adapters(staged.places if key[1] == _ADAPTED else None):
+        with run.with_adapters(staged.adapter_order if key[1] == _ADAPTED else None):
             return run.model.forward(staged.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
@@ -248,7 +249,7 @@ class PromptGraphs:
         """``token_ids``: the tokens that the device does not have, which come after those it has."""
         (size, _), packing, n = key, self._staged[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
-        input_ids, query_start, seq_lens, slots_, words, places = packing.cut(packet)
+        input_ids, query_start, seq_lens, slots_, words, order = packing.cut(packet)
         query_lens = np.zeros(len(slots_), dtype=np.int32)
         np.cumsum(new, out=query_start[1 : n + 1])
         t = int(query_start[n])
@@ -258,8 +259,8 @@ class PromptGraphs:
         slots_[:n], slots_[n:] = slots, self.runner.num_slots
         input_ids[t - len(token_ids) : t] = token_ids
         words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, size)
-        if len(places):
-            places[:t] = np.repeat(self.runner.adapter_of[slots], new)
+        if len(order):
+            order[:] = in_order(np.repeat(self.runner.adapter_of[slots_], query_lens))
         return GraphInput(n, t, query_lens, seq_lens, slots_, packet)
 
     def launch(self, key: _Key, given: GraphInput, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
+from minivllm.core.adapter_rows import AdapterRows
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
@@ -29,7 +30,6 @@ from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.executors.sleep import SleepingMemory
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.linear.persistent_linear import compile_for_parts
-from minivllm.layers.adapters import AdapterRows
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder_layer import launch_all_heads
 from minivllm.layers.packed import packed_tensors

@@ -9,30 +9,12 @@ sums, and so does ``b`` of them: both are summed with the product's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
+from minivllm.core.adapter_rows import AdapterRows
 from minivllm.kernels.linear.adapter_linear import expand, shrink
 from minivllm.layers.parameter import Piece, ShardId, pieces_of
-
-
-class AdapterRows:
-    """Which adapter each row of the step has that is being launched; one for all layers of a model."""
-
-    def __init__(self) -> None:
-        self.places: torch.Tensor | None = None  # (t,) int32, 0: none; None: layers run as if there were none
-
-    @contextmanager
-    def used(self, places: torch.Tensor) -> Iterator[None]:
-        """For the layers that are launched, or captured, in this context, for these rows."""
-        self.places = places
-        try:
-            yield
-        finally:
-            self.places = None
 
 
 class LinearAdapters:
@@ -47,17 +29,17 @@ class LinearAdapters:
 
     @property
     def active(self) -> bool:
-        return self._rows.places is not None
+        return self._rows.order is not None
 
     def shrink(self, x: torch.Tensor) -> torch.Tensor:
         """x (…, in), as the ranks of its rows' adapters: what ``expand`` needs. Best launched before the product."""
-        assert self._rows.places is not None
-        return shrink(x.flatten(0, -2), self._a, self._rows.places)
+        assert self._rows.order is not None
+        return shrink(x.flatten(0, -2), self._a, self._rows.order)
 
     def expand(self, y: torch.Tensor, shrunk: torch.Tensor) -> None:
         """Add to y (…, out), in place, what the adapters make of what was ``shrink``'s x."""
-        assert self._rows.places is not None
-        expand(y.view(-1, y.shape[-1]), shrunk, self._b, self._rows.places)
+        assert self._rows.order is not None
+        expand(y.view(-1, y.shape[-1]), shrunk, self._b, self._rows.order)
 
     def clear(self, place: int) -> None:
         """Nothing is added for the adapter in this place any more."""

@@ -12,11 +12,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
+from minivllm.core.adapter_rows import AdapterRows
 from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
-from minivllm.layers.adapters import AdapterRows, LinearAdapters
+from minivllm.layers.adapters import LinearAdapters
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.parameter import ShardId, whole_of
 from minivllm.layers.usual import usual_products

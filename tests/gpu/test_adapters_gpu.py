@@ -61,7 +61,7 @@ def test_answers_are_as_likely_as_their_prompts_would_be(
         again, base = ([next(iter(one.values())).logprob for one in o.prompt_logprobs[at:]] for o in (found, without))
         assert apart(said, again) < (NEAR_IN_FP8 if options else NEAR)
         changed += adapter is not None and apart(said, base) > 2 * NEAR_IN_FP8
-    assert changed > len(its) // 2
+    assert changed > len(its) // 3
     if options:
         return
     for number, adapter in enumerate(adapters[1:], 1):
