@@ -39,6 +39,12 @@ class SchemaError(RequestError):
     why = ""
 
 
+class BusyError(RequestError):
+    """A request that could run, but not now, as others have what it needs: it may be sent again later."""
+
+    whole_request = True
+
+
 class ContextLengthError(RequestError):
     """A prompt that exceeds ``max_model_len``, alone or together with ``max_tokens``."""
 

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import CheckpointError, RequestError, shown
+from minivllm.errors import BusyError, CheckpointError, RequestError, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +70,7 @@ class AdapterPlaces:
         """A place in which an adapter is to be loaded, also again, and the folder. Who had the place has lost it.
 
         Raises:
-            RequestError: it cannot be loaded, or unfinished requests have all places.
+            RequestError: it cannot be loaded. BusyError: unfinished requests have all places.
         """
         if request.lora_int_id in self._loaded:
             self._refuse_used(request.lora_int_id, "is not loaded again")
@@ -87,9 +87,9 @@ class AdapterPlaces:
         for adapter_id in self._loaded:
             if adapter_id not in used:
                 return self._loaded.pop(adapter_id).place, folder
-        raise RequestError(
-            f"all of max_loras={most} adapters are in use by unfinished requests; raise max_loras, or step until some "
-            "finish"
+        raise BusyError(
+            f"all of max_loras={most} adapters are in use by unfinished requests; raise max_loras, or ask again when "
+            "some have finished"
         )
 
     def enter(self, request: LoRARequest, place: int) -> LoadedAdapter:

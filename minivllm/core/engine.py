@@ -154,14 +154,13 @@ class LLMEngine:
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier by
         schedulers that have priorities; others accept only 0. ``number``: the request's index, which determines its
         random numbers if it has no seed; default: ``num_requests_added``. ``lora_request``: its LoRA adapter, which is
-        loaded here unless it is. vLLM's other arguments are accepted only at
-        values that change nothing.
+        loaded here unless it is. vLLM's other arguments are accepted only at values that change nothing.
 
         If no step is in flight and the requests added since the last ``step`` fill one, it is launched here, so that
         the device need not wait for later requests.
 
         Raises:
-            RequestError: the request can never run; the engine is unchanged.
+            RequestError: the request can never run, or, if it is a BusyError, not now; the engine is unchanged.
             EngineDeadError: as in ``step``.
         """
         self.check_health()
@@ -378,10 +377,11 @@ class LLMEngine:
         another needs its place, and is then loaded again by the next request that has it.
 
         Raises:
-            RequestError: it cannot be used, or has no place; the engine runs on as it was.
+            RequestError: it cannot be used, or has no place (BusyError), or the engine sleeps; it runs on as it was.
             EngineDeadError: as in ``step``.
         """
         self.check_health()
+        self._sleeping.refuse_requests()
         self._adapter(lora_request, again=getattr(lora_request, "load_inplace", False))
         return True
 

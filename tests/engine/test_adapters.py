@@ -12,7 +12,7 @@ from helpers import edit_json, reference_tokens, save_adapter
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import ConfigError, EngineDeadError, RequestError
+from minivllm.errors import BusyError, ConfigError, EngineDeadError, RequestError
 from minivllm.layers.linear import _StackedLinear
 from minivllm.lora.request import LoRARequest
 from minivllm.models.checkpoint import DEMO
@@ -192,8 +192,8 @@ def test_more_adapters_than_places(world: World, make: Callable[..., LLM]) -> No
     for adapters in ([1, 2], [0, 3], [1, 2], [2, 3], [1], [3]):
         world.check(llm, adapters)
     assert llm.engine.list_loras() == {1, 3}
-    why = "all of max_loras=2 adapters are in use by unfinished requests; raise max_loras, or step until some finish"
-    with pytest.raises(RequestError, match=why):
+    why = "all of max_loras=2 adapters are in use by unfinished requests; raise max_loras, or ask again when some have"
+    with pytest.raises(BusyError, match=why):
         world.check(llm, [1, 2, 3])
     world.check(llm, [1, 2])
 
@@ -266,6 +266,8 @@ def test_it_sleeps_and_wakes_up(world: World, make: Callable[..., LLM], level: i
     llm = make(enable_sleep_mode=True)
     world.check(llm, [0, 1, 2])
     llm.sleep(level)
+    with pytest.raises(RequestError, match=r"the engine sleeps; call wake_up\(\) first"):
+        llm.engine.add_lora(world.requests[3])
     llm.wake_up()
     if level == 2:
         llm.reload_weights()
