@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -120,7 +121,9 @@ def encode_to_engine(message: ToEngine) -> bytes:
         _check("structured_outputs", guide.structural_tag)
     biases = None if p.logit_bias is None else (list(p.logit_bias), list(p.logit_bias.values()))  # JSON keys are text
     special = p.output_kind.value, biases, None if guide is None else _guide_of(guide), p.extra_args
-    rest = _plain_of(p), special, message.cache_salt, message.priority
+    lora = message.lora_request
+    adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.path, lora.load_inplace)
+    rest = _plain_of(p), special, message.cache_salt, message.priority, adapter
     add = _Add(message.request_ids, tuple(map(_tokens_of, message.prompts)), message.arrived, rest)
     try:
         try:
@@ -138,13 +141,14 @@ def decode_to_engine(data: bytes) -> ToEngine:
     if not isinstance(message, _Add):
         return message
     rest = _loaded(message.rest) if isinstance(message.rest, bytes) else message.rest
-    plain, (kind, biases, guide, extra), cache_salt, priority = rest
+    plain, (kind, biases, guide, extra), cache_salt, priority, adapter = rest
     params = _made(SamplingParams, _PLAIN, plain)
     params.output_kind, params.extra_args = RequestOutputKind(kind), extra
     params.logit_bias = None if biases is None else dict(zip(*biases, strict=True))
     params.structured_outputs = None if guide is None else _made(StructuredOutputsParams, _GUIDE, guide)
     prompts = tuple({"prompt_token_ids": _tokens_in(tokens)} for tokens in message.prompts)
-    return Add(message.request_ids, prompts, params, cache_salt, priority, message.arrived)
+    lora_request = None if adapter is None else LoRARequest(*adapter)
+    return Add(message.request_ids, prompts, params, cache_salt, priority, message.arrived, lora_request)
 
 
 def _tokens_of(prompt: Any) -> bytes | str:
@@ -214,6 +218,7 @@ class _Changed(msgspec.Struct, array_like=True, tag=True):
     number: int
     failure: _Failure | None
     sleeps: bool
+    value: Any = None
 
 
 _from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Changed | Died)
@@ -222,7 +227,7 @@ _from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Changed | Died)
 def encode_from_engine(message: FromEngine) -> bytes:
     if isinstance(message, Changed):
         failure = None if message.error is None else _Failure.of(message.error)
-        return _encoder.encode(_Changed(message.number, failure, message.sleeps))
+        return _encoder.encode(_Changed(message.number, failure, message.sleeps, message.value))
     if not isinstance(message, News):
         return _encoder.encode(message)
     taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
@@ -237,7 +242,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
     message = _from_engine.decode(data)
     if isinstance(message, _Changed):
         error = None if message.failure is None else message.failure.as_error()
-        return Changed(message.number, error, message.sleeps)
+        return Changed(message.number, error, message.sleeps, message.value)
     if not isinstance(message, _News):
         return message
     taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]

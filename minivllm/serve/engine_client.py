@@ -15,13 +15,16 @@ from minivllm.serve.generation import Generation, Interrupted
 from minivllm.serve.messages import (
     Abort,
     Add,
+    AddLora,
     Change,
     Changed,
     Delivered,
     Died,
     FromEngine,
+    ListLoras,
     News,
     Reload,
+    RemoveLora,
     Sleep,
     ToEngine,
     WakeUp,
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.lora_request import LoRARequest
     from minivllm.core.requests import Prompt
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.models.tokenizer import Tokenizer
@@ -67,7 +71,7 @@ class EngineClient(ABC):
         self.died: Died | None = None
         self._ended = self._started = False
         self._generations: dict[str, Generation] = {}
-        self._changes: dict[int, asyncio.Future[None]] = {}  # by their messages' numbers
+        self._changes: dict[int, asyncio.Future[Any]] = {}  # by their messages' numbers
         self._num_changes = 0
         self.is_sleeping = False
 
@@ -123,12 +127,24 @@ class EngineClient(ABC):
         """As ``LLMEngine.wake_up``. Raises as it does."""
         await self._ask(WakeUp, checked_tags(tags))
 
-    async def _ask(self, change: Callable[..., Change], *arguments: Any) -> None:
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As ``LLMEngine.add_lora``, between two steps. Raises as it does."""
+        return bool(await self._ask(AddLora, lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As ``LLMEngine.remove_lora``. Raises as it does, also if a request that has the adapter waits."""
+        return bool(await self._ask(RemoveLora, lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """As ``LLMEngine.list_loras``."""
+        return set(await self._ask(ListLoras))
+
+    async def _ask(self, change: Callable[..., Change], *arguments: Any) -> Any:
         self.check()
         self._num_changes += 1
         answer = self._changes[self._num_changes] = self._loop.create_future()
         self._post(change(self._num_changes, *arguments))
-        await answer
+        return await answer
 
     def _interrupt_all(self, why: str) -> None:
         self.check()
@@ -165,20 +181,22 @@ class EngineClient(ABC):
         *,
         cache_salt: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Generation:
         """Queue prompts, all or none, and return once the engine has accepted them.
 
-        ``request_ids`` must be unused, one per prompt.
+        ``request_ids`` must be unused, one per prompt. ``lora_request``: the LoRA adapter of all of them.
 
         Raises:
-            RequestError: a prompt can never run. EngineDeadError.
+            RequestError: a prompt can never run. BusyError: not now. EngineDeadError.
         """
         self.check()
         by_name = dict(zip(request_ids, prompts, strict=True))
         generation = Generation(by_name, params.output_kind, params.n, self._abort)
         self._generations |= dict.fromkeys(by_name, generation)
         try:
-            self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, arrived=time.perf_counter()))
+            now = time.perf_counter()
+            self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, now, lora_request))
             await generation.accepted
         except BaseException:
             generation.accepted.cancel()  # no longer awaited
@@ -253,7 +271,7 @@ class EngineClient(ABC):
         if answer is None or answer.done():  # whoever asked was told something else, or is gone
             return
         if message.error is None:
-            answer.set_result(None)
+            answer.set_result(message.value)
         else:
             answer.set_exception(message.error)
 

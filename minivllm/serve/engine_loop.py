@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import generate_latest
 
@@ -17,15 +17,18 @@ from minivllm.serve.generation import joined
 from minivllm.serve.messages import (
     Abort,
     Add,
+    AddLora,
     AskMetrics,
     Change,
     Changed,
     Delivered,
     Died,
     FromEngine,
+    ListLoras,
     Metrics,
     News,
     Reload,
+    RemoveLora,
     Sleep,
     ToEngine,
     WakeUp,
@@ -210,28 +213,42 @@ class EngineLoop:
             self._changes.append(message)
 
     def _is_done_at_once(self, message: Change) -> bool:
-        """Whether it need not wait for requests that run: there are none of an engine that sleeps, and one that is
-        awake has nothing to do to wake up."""
+        """Whether it need not wait for requests that run: adapters are theirs, there are none of an engine that sleeps,
+        and one that is awake has nothing to do to wake up."""
         if isinstance(message, WakeUp):
             return not self._changes  # in front of it may be what it is to be woken from
-        return isinstance(message, Reload) and message.only_checks
+        if isinstance(message, Reload):
+            return message.only_checks
+        return isinstance(message, AddLora | RemoveLora | ListLoras)
 
     def _change(self, message: Change) -> None:
-        engine, failed = self.engine, None
+        value, failed = None, None
         try:
-            if isinstance(message, Sleep):
-                engine.sleep(message.level)
-            elif isinstance(message, WakeUp):
-                engine.wake_up(message.tags)
-            elif message.only_checks:
-                engine.check_weights(message.weights_path)
-            else:
-                engine.reload_weights(message.weights_path, message.weights_iterator)
+            value = self._carry_out(message)
         except EngineDeadError:
             raise
         except Exception as error:  # nothing was done
             failed = error
-        self._tell(Changed(message.number, failed, engine.is_sleeping()))
+        self._tell(Changed(message.number, failed, self.engine.is_sleeping(), value))
+
+    def _carry_out(self, message: Change) -> Any:
+        engine = self.engine
+        if isinstance(message, AddLora):
+            return engine.add_lora(message.lora_request)
+        if isinstance(message, RemoveLora):
+            waiting = (one.add.lora_request for one in self._adds)
+            if any(its is not None and its.lora_int_id == message.lora_id for its in waiting):
+                raise RequestError(f"lora_int_id={message.lora_id} is not removed under waiting requests that have it")
+            return engine.remove_lora(message.lora_id)
+        if isinstance(message, ListLoras):
+            return list(engine.list_loras())
+        if isinstance(message, Sleep):
+            return engine.sleep(message.level)
+        if isinstance(message, WakeUp):
+            return engine.wake_up(message.tags)
+        if message.only_checks:
+            return engine.check_weights(message.weights_path)
+        return engine.reload_weights(message.weights_path, message.weights_iterator)
 
     def _hold_if_many(self) -> None:
         self.engine.hold_outputs = sum(self._undelivered) >= _MANY
@@ -268,7 +285,10 @@ class EngineLoop:
         if name in adding.dropped:
             return None
         try:
-            self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
+            self.engine.add_request(
+                name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority,
+                lora_request=add.lora_request,
+            )  # fmt: skip
         except EngineDeadError:
             raise
         except Exception as error:  # the request's fault, or a bug that it hit: the others continue

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from minivllm.errors import ContextLengthError, EngineDeadError, RequestError, printable
+from minivllm.errors import BusyError, ContextLengthError, EngineDeadError, RequestError, printable
 from minivllm.naming import listing
 from minivllm.serve.generation import Aborted, Interrupted
 
@@ -49,6 +49,8 @@ def asked_wrongly(
     """``param`` is the one of ``fields`` that the message starts with, or ``prompt`` if it is about the prompt.
     ``message`` replaces the error's own."""
     message = str(error) if message is None else message
+    if isinstance(error, BusyError):
+        return ClientError(message, status=503, code="overloaded")
     begins = _FIRST_WORD.match(message)
     param = begins[1] if begins and begins[1] in fields else None
     if param is None and _OF_PROMPT.match(message):

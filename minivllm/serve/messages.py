@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import EngineDeadError, MinivllmError, place_of, printable
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Add:
     cache_salt: str | None
     priority: int
     arrived: float
+    lora_request: LoRARequest | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -67,7 +69,27 @@ class WakeUp(msgspec.Struct, array_like=True, tag=True, frozen=True):
     tags: list[str]
 
 
-Change = Reload | Sleep | WakeUp  # what needs an engine without requests
+class AddLora(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """``LLMEngine.add_lora``."""
+
+    number: int
+    lora_request: LoRARequest
+
+
+class RemoveLora(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """``LLMEngine.remove_lora``."""
+
+    number: int
+    lora_id: int
+
+
+class ListLoras(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """``LLMEngine.list_loras``."""
+
+    number: int
+
+
+Change = Reload | Sleep | WakeUp | AddLora | RemoveLora | ListLoras  # each is answered by a ``Changed``
 ToEngine = Add | Abort | Delivered | AskMetrics | Change
 
 # --------------------------------------------------------------------------- from the engine
@@ -83,11 +105,13 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The answer to the ``Change`` of this number; ``error``: why nothing was done. Whether the engine sleeps now."""
+    """The answer to the ``Change`` of this number; ``error``: why nothing was done. Whether the engine sleeps now.
+    ``value``: what the engine's method returned, a set as a list."""
 
     number: int
     error: Exception | None
     sleeps: bool
+    value: Any = None
 
 
 class Metrics(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from minivllm import SamplingParams
 from minivllm.config.engine_config import ModelOptions
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind
@@ -28,7 +29,20 @@ from minivllm.serve.encoding import (
 )
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.handshake import Begin, Go, Handshake, Refused, ServerOptions, Serving
-from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News
+from minivllm.serve.messages import (
+    Abort,
+    Add,
+    AddLora,
+    AskMetrics,
+    Changed,
+    Delivered,
+    Died,
+    FromEngine,
+    ListLoras,
+    Metrics,
+    News,
+    RemoveLora,
+)
 
 
 def crossed(message: FromEngine) -> FromEngine:
@@ -175,9 +189,22 @@ def test_prompts_arrive_as_they_were_sent(prompts: list[list[int]], cache_salt: 
         assert isinstance(ids, np.ndarray) == all(-(2**63) <= token < 2**63 for token in sent)
 
 
+@pytest.mark.parametrize("priority", WAYS)
+@pytest.mark.parametrize("its", [None, LoRARequest("a", 1, "/a"), LoRARequest(HALF, 2**80, HALF, load_inplace=True)])
+def test_the_adapter_of_a_request_arrives(its: LoRARequest | None, priority: int) -> None:
+    sent = Add(("a",), ({"prompt_token_ids": [1]},), SamplingParams(), None, priority, 0.1, its)
+    arrived = decode_to_engine(encode_to_engine(sent))
+    assert isinstance(arrived, Add) and arrived.lora_request == its
+
+
 def test_other_messages_arrive() -> None:
-    for message in (Abort(()), Abort(("a", "b")), Delivered(), AskMetrics("é")):
+    mine = LoRARequest("é", 3, "/tmp/a b", load_inplace=True)
+    changes = AddLora(1, mine), RemoveLora(2, 3), ListLoras(3)
+    for message in (Abort(()), Abort(("a", "b")), Delivered(), AskMetrics("é"), *changes):
         assert decode_to_engine(encode_to_engine(message)) == message
+    for value in (None, True, [1, 2]):
+        answer = Changed(1, None, False, value)
+        assert crossed(answer) == answer
 
 
 def test_what_json_cannot_hold_is_refused() -> None:
@@ -213,6 +240,7 @@ SHAPE: dict[str, Any] = {
         Path("/tmp/\udcff"), ModelConfig.from_hf(SHAPE | {"rope_scaling": {"type": "linear", "factor": 2}}), "dummy",
     ),
     Go(ServerOptions("m", "/"), Limits(1, 2, 3), "hello\n", 5.0, False),
+    Go(ServerOptions("m", "/", adapters=(LoRARequest("a", 1, "/b"),)), Limits(1, 2, 3), "hello\n", 5.0, False),
     Go(ServerOptions(HALF, HALF, "key", 10**30), Limits(1, 2, 3), HALF, float("inf"), True),
     Serving(),
     Refused("CheckpointError", HALF),
