@@ -78,9 +78,17 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     allow_reload: bool = False
+    lora_modules: FrozenDict = field(default_factory=FrozenDict)
+    allow_runtime_lora_updating: bool = False
     log_requests: bool = False
 
     def __post_init__(self) -> None:
+        for name, path in self.lora_modules.items():
+            if not (isinstance(name, str) and name and isinstance(path, str) and path):
+                raise ConfigError(
+                    f"lora_modules: {name!r}: {path!r} is no name with a folder or a repository; type "
+                    "'lora_modules={NAME: DIR, NAME: ORG/NAME}'"
+                )
         for origin in self.allowed_origins:
             if origin != "*" and not (_address(origin) and urlsplit(origin).path == ""):
                 raise ConfigError(

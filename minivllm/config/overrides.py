@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Keys of ``structured_outputs`` that are text taken as typed, and those that may be JSON.
 _TEXTS = tuple(f"structured_outputs.{name}" for name in ("regex", "grammar", "whitespace_pattern"))
 _JSON = ("structured_outputs.json", "structured_outputs.structural_tag")
+_PATHS = "lora_modules"  # whose values are text, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
             raise ConfigError(_unknown_key(override, keys, mode, engine_only))
         # A model's shape has keys that must not be mistyped; a component's options are checked against their own list.
         prefix = "++" if override.adds or above.name != "model.hf_config" else ""
-        as_typed = name in _TEXTS and override.value not in ("", "null") and override.value[0] not in "\"'"
+        is_text = name in _TEXTS or above.name == _PATHS
+        as_typed = is_text and override.value not in ("", "null") and override.value[0] not in "\"'"
         if as_typed or (name in _JSON and _is_json(override.value)):
             return f"{prefix}{name}={quote(override.value)}"
     elif key.mapping:
@@ -110,13 +112,15 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
     if key is not None and override.is_text_of(key):
         _check_type(override, key, override.raw)
         return f"{name}={quote(override.raw)}"
-    value = _parse_value(override)
+    value = _parse_value(override, mapping=key is not None and key.mapping)
     if key is not None and key.text and "${" in override.value:  # text is literal, even in quotes
         return f"{name}={_quoted(value)}"
     if key is not None and not key.mapping:
         _check_type(override, key, value)
     elif key is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{override.text}: {name} is a mapping; type {name}={{key: value}} or {name}.KEY=VALUE")
+    elif key is not None and (odd := next((its for its in value if not isinstance(its, str)), None)) is not None:
+        raise ConfigError(f"{override.text}: {odd} is not read as a key's name there; type {name}.{odd}=VALUE")
     return f"{prefix}{name}={override.value}"
 
 
@@ -154,8 +158,9 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def _parse_value(override: Override) -> Any:
-    parsed = override.read(f"quote the value: {override.key}='\"...\"'")
+def _parse_value(override: Override, *, mapping: bool) -> Any:
+    quoted = '{KEY: "..."}' if mapping else '"..."'
+    parsed = override.read(f"quote the value: {override.key}='{quoted}'")
     if parsed.is_sweep_override():
         if override.key.startswith("sweep."):  # applies to the whole sweep
             raise ConfigError(f"{override.text}: {override.key} takes one value, for the whole sweep")

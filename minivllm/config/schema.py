@@ -295,6 +295,16 @@ class ServeSchema(EngineSchema):
     allow_reload: bool = key(
         False, "POST /reload_weights replaces the weights by those of a folder that the request names"
     )
+    lora_modules: dict[str, Any] = key(
+        dict,
+        "with enable_lora: LoRA adapters by the model name that requests use: {NAME: DIR, NAME: ORG/NAME}, a folder or "
+        "a repository each",
+    )
+    allow_runtime_lora_updating: bool = key(
+        False,
+        "with enable_lora: POST /v1/load_lora_adapter and /v1/unload_lora_adapter load adapters of folders that the "
+        "request names, and forget them",
+    )
     log_requests: bool = key(False, "log one line per request to standard error")
 
 

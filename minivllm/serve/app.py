@@ -14,13 +14,16 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import CheckpointError, EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
+from minivllm.naming import listing
+from minivllm.serve.adapters import NamedAdapters
 from minivllm.serve.conversation import Conversation
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
@@ -35,10 +38,12 @@ from minivllm.serve.protocol import (
     CompletionBody,
     Detokenize,
     GenerationBody,
+    LoadAdapter,
     ReloadWeights,
     StreamOptions,
     TokenIds,
     Tokenize,
+    UnloadAdapter,
     check_grammar,
     known_id,
 )
@@ -67,6 +72,8 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.post("/v1/chat/completions")(server.chat)
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
+    app.post("/v1/load_lora_adapter")(server.load_adapter)
+    app.post("/v1/unload_lora_adapter")(server.unload_adapter)
     app.post("/reload_weights")(server.reload_weights)
     app.post("/sleep")(server.sleep)
     app.post("/wake_up")(server.wake_up)
@@ -103,10 +110,12 @@ class Server:
         self.lengths = TextLengths(self.tokenizer, engine.limits.max_model_len)
         self.started = int(time.time())
         self.tokenizing = _one_thread()
+        self.adapters = NamedAdapters(engine, options.model_name, options.adapters)
 
     def start(self) -> None:
         """Call in the event loop that serves. Raises MinivllmError if already started."""
         self.engine.start()
+        self.adapters.start()
         self.tokenizing = _one_thread()
 
     def stop(self) -> None:
@@ -120,7 +129,7 @@ class Server:
             return await self._completions(body, request)
 
     async def _completions(self, body: CompletionBody, request: Request) -> Response:
-        self._check_model(body.model)
+        adapter = self._adapter_of(body.model)
         self.engine.check()
         params = _params_of(body)
         with body.in_its_words():
@@ -132,7 +141,7 @@ class Server:
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
         echo = await self._encode(self._echo, body, prompts) if body.echo else None
-        return await self._answer(CompletionReply, body, prompts, params, request, echo=echo)
+        return await self._answer(CompletionReply, body, adapter, prompts, params, request, echo=echo)
 
     async def _ids_of(self, prompts: list[str | TokenIds], *, add_special_tokens: bool) -> dict[str, list[int]]:
         """Tokenize the prompts that are text; token-id prompts do not wait for tokenization."""
@@ -165,7 +174,7 @@ class Server:
             return await self._chat(body, request)
 
     async def _chat(self, body: ChatBody, request: Request) -> Response:
-        self._check_model(body.model)
+        adapter = self._adapter_of(body.model)
         self.engine.check()
         tools = ToolUse(body, self.dialect) if body.uses_tools else None
         changed: dict[str, Any] = {}
@@ -185,14 +194,15 @@ class Server:
             if guide is not None and guide.reasoning is None:
                 params = params.clone(structured_outputs=replace(guide, reasoning=thinking.value))
         return await self._answer(
-            ChatReply, body, [{"prompt_token_ids": tokens}], params, request, top_logprobs=body.top_logprobs or 0,
-            tools=tools, thoughts=thoughts,
+            ChatReply, body, adapter, [{"prompt_token_ids": tokens}], params, request,
+            top_logprobs=body.top_logprobs or 0, tools=tools, thoughts=thoughts,
         )  # fmt: skip
 
     async def _answer(
         self,
         kind: type[Reply],
         body: GenerationBody,
+        adapter: LoRARequest | None,
         prompts: list[dict[str, Any]],
         params: SamplingParams,
         request: Request,
@@ -207,7 +217,7 @@ class Server:
         usage = body.stream_options or StreamOptions()
         reply = kind(
             reply_id,
-            self.options.model_name,
+            self.options.model_name if adapter is None else adapter.lora_name,
             names,
             params.n,
             usage.include_usage,
@@ -217,7 +227,7 @@ class Server:
         )
         with body.in_its_words():
             generation = await self.engine.generate(
-                names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
+                names, prompts, params, cache_salt=body.cache_salt, priority=body.priority, lora_request=adapter
             )
         if body.stream:
             return EventStream(generation, reply)
@@ -244,7 +254,7 @@ class Server:
     # ------------------------------------------------------------------ tokens
 
     async def tokenize(self, body: Tokenize, request: Request) -> dict[str, Any]:
-        self._check_model(body.model)
+        self._adapter_of(body.model)
         async with while_there(request):
             if body.prompt is None:
                 _, tokens = await self._conversation(body)
@@ -255,7 +265,7 @@ class Server:
         return {"count": len(tokens), "max_model_len": self.engine.limits.max_model_len, "tokens": tokens}
 
     async def detokenize(self, body: Detokenize, request: Request) -> dict[str, str]:
-        self._check_model(body.model)
+        self._adapter_of(body.model)
         self._check_tokens("tokens", body.tokens)
         async with while_there(request):
             return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
@@ -312,6 +322,23 @@ class Server:
             raise ClientError(str(error), param=None if body.weights_path is None else "weights_path") from None
         return {"weights_path": body.weights_path, "seconds": round(time.monotonic() - began, 3)}
 
+    async def load_adapter(self, body: LoadAdapter) -> Response:
+        """Goes on if the client leaves."""
+        self._check_adapters_change()
+        await self.adapters.load(body.lora_name, body.lora_path, again=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, body: UnloadAdapter) -> Response:
+        self._check_adapters_change()
+        await self.adapters.unload(body.lora_name, body.lora_int_id)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_adapters_change(self) -> None:
+        if not self.options.allow_runtime_lora_updating:
+            said = "this server's adapters stay as they are; start it with enable_lora=true"
+            why = "it then reads any folder it can"
+            raise ClientError(f"{said} allow_runtime_lora_updating=true ({why})", status=403)
+
     # ------------------------------------------------------------------ sleep
 
     async def sleep(self, request: Request) -> Response:
@@ -347,13 +374,12 @@ class Server:
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [self._model(), *map(self._model, self.adapters)]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
         if not name:  # /v1/models/
             return await self.models()
-        self._check_model(name)
-        return self._model()
+        return self._model(self._adapter_of(name))
 
     async def health(self) -> Response:
         self.engine.check()
@@ -365,22 +391,29 @@ class Server:
     async def metrics(self) -> Response:
         return Response(await self.engine.metrics(self.options.model_name), media_type=CONTENT_TYPE_LATEST)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, adapter: LoRARequest | None = None) -> dict[str, Any]:
+        ours = self.options.model_name
         return {
-            "id": self.options.model_name,
+            "id": ours if adapter is None else adapter.lora_name,
             "object": "model",
             "created": self.started,
             "owned_by": "minivllm",
-            "root": self.options.root,
+            "root": self.options.root if adapter is None else adapter.path,
+            "parent": None if adapter is None else ours,
             "max_model_len": self.engine.limits.max_model_len,
             "vocab_size": self.engine.limits.vocab_size,
         }
 
-    def _check_model(self, name: str | None) -> None:
+    def _adapter_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request's ``model`` names; None: it is the model itself."""
         ours = self.options.model_name
-        if name and name != ours:
-            said = f"there is no model {shown(name)} here; this server has {ours!r}"
+        if not name or name == ours:
+            return None
+        if (adapter := self.adapters.named(name)) is None:
+            there = listing(map(repr, [ours, *(one.lora_name for one in self.adapters)]))
+            said = f"there is no model {shown(name)} here; this server has {there}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
+        return adapter
 
 
 def _one_thread() -> ThreadPoolExecutor:

@@ -20,11 +20,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from minivllm import child_process
-from minivllm.assemble import find_model
+from minivllm.assemble import find_adapter, find_model
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
-from minivllm.errors import ConfigError, MinivllmError, by_name
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import CheckpointError, ConfigError, MinivllmError, by_name
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, ServerOptions, Serving
@@ -34,6 +35,7 @@ from minivllm.serve.wire import EngineEnd, Wire
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.model_config import ModelConfig
 
 for _package in ("fastapi", "uvicorn"):  # the other process imports these
     if find_spec(_package) is None:
@@ -49,13 +51,17 @@ def run(composed: Composed) -> int:
     assert isinstance(options, ServeOptions)
     if composed.engine.executor.name == "torchrun":
         raise ConfigError("executor=torchrun in serve: its ranks need the same requests; use multiproc or ray")
+    _check_lora(composed.engine, options)
     listener = _bind(options.host, options.port)  # before loading, so that a port in use is reported at once
     with listener, HttpProcess(listener) as front:
         path, model_config = find_model(composed.engine)
         front.begin(Begin(composed.engine.model, path, model_config, composed.engine.load_format))
+        adapters = _find_adapters(composed.engine, options, model_config)
         with LLMEngine.from_config(composed.engine) as engine:
+            for adapter in adapters[: composed.engine.max_loras]:  # the others are loaded when they are used
+                engine.add_lora(adapter)
             _listen(listener, options.host, options.port)
-            front.go(_go(composed.engine, options, engine, listener))
+            front.go(_go(composed.engine, options, engine, listener, adapters))
             listener.close()  # only the other process decides when connections are refused
             engine_loop = EngineLoop(engine, front.engine_end, front.engine_end.tell)
             with frozen(), front.signals():
@@ -70,7 +76,36 @@ def run(composed: Composed) -> int:
     return 0
 
 
-def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener: socket.socket) -> Go:
+def _check_lora(config: EngineConfig, options: ServeOptions) -> None:
+    """Raises ConfigError for adapters where there can be none, or one with the model's name."""
+    if not config.enable_lora and (options.lora_modules or options.allow_runtime_lora_updating):
+        key = "lora_modules" if options.lora_modules else "allow_runtime_lora_updating=true"
+        raise ConfigError(f"{key} needs an engine whose requests may have adapters; add enable_lora=true")
+    if (name := options.served_model_name or _name(config)) in options.lora_modules:
+        raise ConfigError(
+            f"lora_modules: {name!r} is the name of the model itself; choose another, or type served_model_name=NAME"
+        )
+
+
+def _find_adapters(config: EngineConfig, options: ServeOptions, model_config: ModelConfig) -> tuple[LoRARequest, ...]:
+    """All of ``lora_modules``, in folders. Raises CheckpointError if one cannot be used, before weights are read."""
+    found = []
+    for number, (name, path) in enumerate(options.lora_modules.items(), start=1):
+        try:
+            folder = find_adapter(config, model_config, path)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace("lora_path", f"lora_modules.{name}", 1)) from None
+        found.append(LoRARequest(name, number, str(folder)))
+    return tuple(found)
+
+
+def _go(
+    config: EngineConfig,
+    options: ServeOptions,
+    engine: LLMEngine,
+    listener: socket.socket,
+    adapters: tuple[LoRARequest, ...],
+) -> Go:
     about = engine.describe()
     if why := about.get("attention_why"):
         print(why, file=sys.stderr)
@@ -90,6 +125,8 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
         allowed_origins=options.allowed_origins,
         allow_reload=options.allow_reload,
         enable_sleep_mode=config.enable_sleep_mode,
+        adapters=adapters,
+        allow_runtime_lora_updating=options.allow_runtime_lora_updating,
     )
     return Go(
         server,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from minivllm.config.engine_config import ModelOptions
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.model_config import ModelConfig
 from minivllm.serve.engine_client import Limits
 
@@ -18,7 +19,8 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """``root``: where the model came from. ``max_waiting``: None for no limit."""
+    """``root``: where the model came from. ``max_waiting``: None for no limit. ``adapters``: each with its own name and
+    ``lora_int_id``."""
 
     model_name: str
     root: str
@@ -29,6 +31,8 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     allow_reload: bool = False
     enable_sleep_mode: bool = False
+    adapters: tuple[LoRARequest, ...] = ()
+    allow_runtime_lora_updating: bool = False
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):

@@ -343,6 +343,21 @@ class ReloadWeights(Body):
     abort: bool = False
 
 
+class LoadAdapter(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Unicode
+    lora_path: Unicode
+    load_inplace: bool = False
+
+
+class UnloadAdapter(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Unicode
+    lora_int_id: Whole | None = None
+
+
 def check_grammar(asked: StructuredOutputsParams | None) -> None:
     """Raise RequestError for a constraint that takes too long to compile."""
     text = None if asked is None else text_of(asked)

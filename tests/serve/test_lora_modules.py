@@ -1,0 +1,413 @@
+"""Adapters by name on a server: a request's ``model`` chooses one, and they may come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers import save_adapter
+from running import OVERRIDES, Running, serving, told, until
+from streams import joined, streamed, whole
+from test_process import Process
+from test_reload_weights import Asked
+
+from minivllm import LLM, SamplingParams, cli
+from minivllm.core.lora_request import LoRARequest
+from minivllm.errors import BusyError, RequestError
+from minivllm.serve.async_engine import AsyncEngine
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PROMPT = [5, 9, 300, 17, 42]
+SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+LONG = SHORT | {"max_tokens": 400}
+HELLO = [{"role": "user", "content": "hello"}]
+NAMES = ("sql", "poet", "chess")
+WITH_LORA = ("enable_lora=true", "max_loras=2")
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    home, found = tmp_path_factory.mktemp("adapters"), []
+    for number, name in enumerate(NAMES, start=1):
+        save_adapter(home / name, tiny_checkpoint("qwen3"), ["q_proj", "o_proj", "up_proj"], seed=number)
+        found.append(LoRARequest(name, number, str(home / name)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def says(make_llm: Callable[..., LLM], adapters: list[LoRARequest]) -> dict[str, str]:
+    """What ``LLM.generate`` says to ``SHORT`` with each of them, and without."""
+    llm = make_llm("enable_lora=true", "max_loras=3", "cache.enable_prefix_caching=false")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    named: list[LoRARequest | None] = [None, *adapters]
+    outputs = llm.generate([PROMPT] * len(named), params, use_tqdm=False, lora_request=named)
+    found = {its.lora_name if its else "tiny": o.outputs[0].text for its, o in zip(named, outputs, strict=True)}
+    assert len(set(found.values())) == len(named)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm(*WITH_LORA, "enable_sleep_mode=true")
+
+
+@pytest.fixture
+def server(llm: LLM, adapters: list[LoRARequest]) -> Iterator[Running]:
+    """It has more adapters than places."""
+    options = {"allow_runtime_lora_updating": True, "enable_sleep_mode": True, "allow_reload": True}
+    with serving(llm, adapters=tuple(adapters), **options) as running:
+        yield running
+        running.settled()
+    for number in llm.engine.list_loras():
+        llm.engine.remove_lora(number)
+
+
+def answer_of(running: Running, model: str, **more: Any) -> str:
+    response = running.post(COMPLETIONS, **SHORT, model=model, **more)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == model
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def names(running: Running) -> list[str]:
+    return [model["id"] for model in running.get("/v1/models").json()["data"]]
+
+
+def path_of(adapters: Sequence[LoRARequest], name: str) -> str:
+    return next(one.lora_path for one in adapters if one.lora_name == name)
+
+
+# --------------------------------------------------------------------------- requests
+
+
+def test_the_model_of_a_request_may_be_an_adapter(server: Running, says: dict[str, str]) -> None:
+    for name in ("tiny", *NAMES, *NAMES, "tiny"):  # they take turns in the two places
+        assert answer_of(server, name) == says[name], name
+    together = [Asked(server, COMPLETIONS, **SHORT, model=name) for name in ("sql", "tiny", "poet", "sql")]
+    for one, name in zip(together, ("sql", "tiny", "poet", "sql"), strict=True):
+        assert one.answer().json()["choices"][0]["text"] == says[name]
+
+
+def test_of_a_stream_and_of_several_prompts(server: Running, says: dict[str, str]) -> None:
+    chunks = streamed(server.client, COMPLETIONS, SHORT | {"model": "poet"})
+    assert {chunk["model"] for chunk in chunks} == {"poet"}
+    assert joined(chunks, chat=False)[0]["text"] == says["poet"]
+    answer = server.post(COMPLETIONS, **SHORT | {"prompt": [PROMPT, PROMPT]}, model="sql").json()
+    assert [choice["text"] for choice in answer["choices"]] == [says["sql"]] * 2
+
+
+def test_a_chat(server: Running, adapters: list[LoRARequest], make_llm: Callable[..., LLM]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    theirs = make_llm("enable_lora=true").chat(HELLO, params, use_tqdm=False, lora_request=adapters[1])
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 8, "model": "poet"}
+    answer = server.post(CHAT, **body).json()
+    chunks = streamed(server.client, CHAT, body)
+    assert answer["model"] == "poet" and {chunk["model"] for chunk in chunks} == {"poet"}
+    for choices in (whole(answer, chat=True), joined(chunks, chat=True)):
+        assert choices[0]["text"] == theirs[0].outputs[0].text
+    assert server.post(CHAT, **body | {"model": "tiny"}).json()["choices"] != answer["choices"]
+
+
+def test_tokens_are_the_model_s(server: Running) -> None:
+    tokens = server.post("/tokenize", prompt="hello", model="sql").json()
+    assert tokens == server.post("/tokenize", prompt="hello").json()
+    assert server.post("/detokenize", tokens=tokens["tokens"], model="sql").json() == {"prompt": "hello"}
+
+
+def test_another_name_is_not_found(server: Running) -> None:
+    there = "there is no model 'sq' here; this server has 'tiny', 'sql', 'poet', 'chess'"
+    for path, body in ((COMPLETIONS, SHORT), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})):
+        error = told(server.post(path, **body, model="sq"), 404, there, "model")
+        assert error["code"] == "model_not_found"
+
+
+def test_who_finds_no_place_is_told_to_come_again(
+    server: Running, says: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.slow_down(monkeypatch, 0.02)
+    run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
+    until(lambda: server.engine_loop.num_running == 2)
+    for prompt in (PROMPT, [PROMPT, PROMPT]):
+        response = server.post(COMPLETIONS, **SHORT | {"prompt": prompt}, model="chess")
+        error = told(response, 503, "all of max_loras=2 adapters are in use by unfinished requests; raise max_loras")
+        assert error["code"] == "overloaded" and response.headers["retry-after"] == "1"
+        assert error["message"].startswith("all of")
+    assert server.engine_loop.num_running == 2, "nobody else notices"
+    monkeypatch.undo()
+    assert [one.answer().status_code for one in run] == [200, 200]
+    assert answer_of(server, "chess") == says["chess"]
+
+
+def test_with_other_weights_and_after_sleep_they_are_read_again(server: Running, says: dict[str, str]) -> None:
+    assert answer_of(server, "sql") == says["sql"]
+    assert server.post("/reload_weights").status_code == 200
+    assert answer_of(server, "sql") == says["sql"]
+    assert server.post("/sleep").status_code == server.post("/wake_up").status_code == 200
+    assert answer_of(server, "sql") == says["sql"]
+
+
+# --------------------------------------------------------------------------- models
+
+
+def test_they_are_listed_as_models(server: Running, adapters: list[LoRARequest]) -> None:
+    base, *others = server.get("/v1/models").json()["data"]
+    assert (base["id"], base["root"], base["parent"]) == ("tiny", "somewhere", None)
+    assert [(one["id"], one["root"], one["parent"]) for one in others] == [
+        (one.lora_name, one.lora_path, "tiny") for one in adapters
+    ]
+    assert {one["object"] for one in others} == {"model"} and all(one.keys() == base.keys() for one in others)
+    assert server.get("/v1/models/poet").json() == others[1]
+    assert server.client.head("/v1/models/poet").status_code == 200
+
+
+# --------------------------------------------------------------------------- while it runs
+
+
+def test_load_and_unload(server: Running, adapters: list[LoRARequest], says: dict[str, str]) -> None:
+    loaded = server.post(LOAD, lora_name="knight", lora_path=path_of(adapters, "chess"))
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'knight' added successfully.")
+    assert names(server) == ["tiny", *NAMES, "knight"]
+    assert server.get("/v1/models/knight").json()["root"] == path_of(adapters, "chess")
+    assert answer_of(server, "knight") == says["chess"] and server.engine.list_loras() == {4}
+    again = server.post(LOAD, lora_name="knight", lora_path=path_of(adapters, "sql"))
+    said = "lora_name: 'knight' is loaded already; add \"load_inplace\": true to replace it"
+    told(again, 400, said, "lora_name")
+    assert answer_of(server, "knight") == says["chess"]
+    for id_of_it, ends in ((3, False), (4, True)):
+        gone = server.post(UNLOAD, lora_name="knight", lora_int_id=id_of_it)
+        if not ends:
+            told(gone, 400, "lora_int_id=3 is not 'knight', which is 4; leave it out", "lora_int_id")
+    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'knight' removed successfully.")
+    assert names(server) == ["tiny", *NAMES] and server.engine.list_loras() == set()
+    told(server.post(COMPLETIONS, **SHORT, model="knight"), 404, "there is no model 'knight' here", "model")
+    there = "there is no adapter 'knight' here; this server has 'sql', 'poet', 'chess'"
+    error = told(server.post(UNLOAD, lora_name="knight"), 404, there, "lora_name")
+    assert error["code"] == "model_not_found"
+    assert server.post(UNLOAD, lora_name="poet").status_code == 200, "it was named at the start, and not in a place"
+    assert names(server) == ["tiny", "sql", "chess"]
+
+
+def test_in_place_of_another(
+    server: Running,
+    adapters: list[LoRARequest],
+    says: dict[str, str],
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also from the same folder; who has begun ends with what was loaded then."""
+    before = server.post(COMPLETIONS, **LONG, model="sql").json()["choices"][0]["text"]
+    server.slow_down(monkeypatch, 0.02)
+    runs = Asked(server, COMPLETIONS, **LONG, model="sql")
+    until(lambda: server.engine_loop.num_running == 1)
+    load = server.post(LOAD, lora_name="sql", lora_path=path_of(adapters, "poet"), load_inplace=True)
+    assert load.status_code == 200 and runs.is_alive()
+    assert answer_of(server, "sql") == says["poet"] and len(server.engine.list_loras()) == 2
+    monkeypatch.undo()
+    assert runs.answer().json()["choices"][0]["text"] == before
+    for seed in (3, 1):
+        save_adapter(tmp_path, tiny_checkpoint("qwen3"), ["q_proj", "o_proj", "up_proj"], seed=seed)
+        assert server.post(LOAD, lora_name="mine", lora_path=str(tmp_path), load_inplace=True).status_code == 200
+        assert answer_of(server, "mine") == says[NAMES[seed - 1]]
+    (tmp_path / "adapter_model.safetensors").unlink()
+    broken = server.post(LOAD, lora_name="mine", lora_path=str(tmp_path), load_inplace=True)
+    told(broken, 400, "has no adapter_model.safetensors", "lora_path")
+    assert answer_of(server, "mine") == says["sql"]
+
+
+def test_what_requests_have_is_not_unloaded(
+    server: Running, says: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.slow_down(monkeypatch, 0.02)
+    runs = Asked(server, COMPLETIONS, **LONG, model="sql")
+    until(lambda: server.engine_loop.num_running == 1)
+    why = "lora_name='sql': lora_int_id=1 is not removed under unfinished requests that have it"
+    told(server.post(UNLOAD, lora_name="sql"), 400, why, "lora_name")
+    monkeypatch.undo()
+    assert runs.answer().status_code == 200
+    assert server.post("/sleep").status_code == 200
+    waits = Asked(server, COMPLETIONS, **SHORT, model="sql")
+    until(lambda: server.engine_loop.num_waiting == 1)
+    told(server.post(UNLOAD, lora_name="sql"), 400, "is not removed under waiting requests that have it", "lora_name")
+    assert server.post("/wake_up").status_code == 200
+    assert waits.answer().json()["choices"][0]["text"] == says["sql"]
+    assert server.post(UNLOAD, lora_name="sql").status_code == 200
+
+
+def test_what_cannot_be_loaded(
+    server: Running, adapters: list[LoRARequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = path_of(adapters, "sql")
+    told(server.post(LOAD, lora_name="x", lora_path="/nowhere"), 404, "/nowhere does not exist; pass a", "lora_path")
+    told(server.post(LOAD, lora_name="x", lora_path="a\0b"), 404, "does not exist", "lora_path")
+    told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, "has no adapter_config.json", "lora_path")
+    told(server.post(LOAD, lora_name="tiny", lora_path=there), 400, "is the name of the model itself", "lora_name")
+    told(server.post(LOAD, lora_name="", lora_path=there), 400, "lora_name='' is not a name", "lora_name")
+    told(server.post(LOAD, lora_name="x", lora_path=""), 400, "lora_path='' is not the path", "lora_path")
+    told(server.post(LOAD, lora_name="x"), 400, "lora_path: Field required", "lora_path")
+    told(server.post(LOAD, lora_name=5, lora_path=there), 400, "lora_name: ", "lora_name")
+    told(server.post(LOAD, lora_name="x", lora_path=there, lora_int_id=5), 400, "there is no field", "lora_int_id")
+    told(server.post(UNLOAD), 400, "lora_name: Field required", "lora_name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told(server.post(LOAD, lora_name="x", lora_path="some/adapter"), 404, "some/adapter", "lora_path")
+    assert names(server) == ["tiny", *NAMES]
+
+
+def test_a_repository(server: Running, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is downloaded before the engine hears of it."""
+    there = path_of(adapters, "poet")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: there)
+    assert server.post(LOAD, lora_name="x", lora_path="some/adapter").status_code == 200
+    assert server.get("/v1/models/x").json()["root"] == there
+
+
+def test_a_rank_that_is_too_high(
+    server: Running, says: dict[str, str], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    save_adapter(tmp_path, tiny_checkpoint("qwen3"), ["q_proj"], rank=32)
+    said = "of a rank above max_lora_rank=16"
+    told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, said, "lora_path")
+    assert answer_of(server, "sql") == says["sql"]
+
+
+def test_loading_needs_a_place_and_an_engine_that_is_awake(
+    server: Running, adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = {"lora_name": "x", "lora_path": path_of(adapters, "chess")}
+    server.slow_down(monkeypatch, 0.02)
+    run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
+    until(lambda: server.engine_loop.num_running == 2)
+    error = told(server.post(LOAD, **mine), 503, "all of max_loras=2 adapters are in use")
+    assert error["code"] == "overloaded"
+    monkeypatch.undo()
+    assert [one.answer().status_code for one in run] == [200, 200]
+    assert server.post("/sleep").status_code == 200
+    told(server.post(LOAD, **mine), 400, "the engine sleeps; call wake_up() first")
+    assert server.post("/wake_up").status_code == 200
+    assert server.post(LOAD, **mine).status_code == 200
+
+
+def test_only_where_it_is_allowed(llm: LLM, adapters: list[LoRARequest]) -> None:
+    with serving(llm, adapters=tuple(adapters)) as server:
+        needs = "start it with enable_lora=true allow_runtime_lora_updating=true"
+        told(server.post(LOAD, lora_name="x", lora_path=adapters[0].lora_path), 403, needs)
+        told(server.post(UNLOAD, lora_name="sql"), 403, needs)
+        assert names(server) == ["tiny", *NAMES]
+
+
+def test_where_the_engine_takes_none(make_llm: Callable[..., LLM], adapters: list[LoRARequest]) -> None:
+    with serving(make_llm(), allow_runtime_lora_updating=True) as server:
+        response = server.post(LOAD, lora_name="x", lora_path=adapters[0].lora_path)
+        told(response, 400, "the engine was made without adapters of single requests; type enable_lora=true")
+
+
+# --------------------------------------------------------------------------- in an application
+
+
+def test_an_async_engine(llm: LLM, adapters: list[LoRARequest], says: dict[str, str]) -> None:
+    sql, poet, chess = adapters
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    async def session() -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        try:
+            assert await engine.list_loras() == set()
+            assert await engine.add_lora(sql) is True and await engine.list_loras() == {1}
+            for its in (sql, poet, None):
+                [output] = [o async for o in await engine.generate([str(its)], [PROMPT], params, lora_request=its)][-1:]
+                assert output.outputs[0].text == says[its.lora_name if its else "tiny"]
+                assert output.lora_request == its
+            assert await engine.list_loras() == {1, 2}
+            assert await engine.remove_lora(1) is True and await engine.remove_lora(1) is False
+            with pytest.raises(RequestError, match="lora_path=/nowhere does not exist"):
+                await engine.add_lora(replace(sql, lora_path="/nowhere"))
+            long = params.clone(max_tokens=900)
+            runs = [await engine.generate([one.lora_name], [PROMPT], long, lora_request=one) for one in (sql, poet)]
+            with pytest.raises(BusyError, match="all of max_loras=2"):
+                await engine.generate(["c"], [PROMPT], params, lora_request=chess)
+            for one in runs:
+                one.abort()
+            assert await engine.remove_lora(1) and await engine.remove_lora(2)
+        finally:
+            engine.stop()
+
+    asyncio.run(session())
+
+
+# --------------------------------------------------------------------------- the command line
+
+
+def test_a_server_of_two_processes(
+    tiny_checkpoint: Callable[..., Path], adapters: list[LoRARequest], says: dict[str, str], tmp_path: Path
+) -> None:
+    sql, poet, chess = (one.lora_path for one in adapters)
+    typed = (
+        f"lora_modules={{sql: {sql}, poet: {poet}}}",
+        "served_model_name=tiny",
+        "dtype=float32",
+        "enable_lora=true",
+    )
+    server = Process(tiny_checkpoint("qwen3"), tmp_path / "errors", *typed, "allow_runtime_lora_updating=true")
+    try:
+        with httpx.Client(base_url=server.url(), timeout=60) as client:
+
+            def said(name: str) -> str:
+                answer = client.post(COMPLETIONS, json=SHORT | {"model": name})
+                assert answer.status_code == 200, answer.text
+                text: str = answer.json()["choices"][0]["text"]
+                return text
+
+            for name in ("poet", "tiny", "sql"):
+                assert said(name) == says[name]
+            body = {"lora_name": "chess", "lora_path": chess}
+            assert client.post(LOAD, json=body).text == "Success: LoRA adapter 'chess' added successfully."
+            assert said("chess") == says["chess"]
+            assert client.post(UNLOAD, json={"lora_name": "sql"}).status_code == 200
+            models = client.get("/v1/models").json()["data"]
+            assert [(one["id"], one["root"]) for one in models[1:]] == [("poet", poet), ("chess", chess)]
+        server.process.terminate()
+        assert server.end(within=20)[0] == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+
+
+@pytest.mark.parametrize(("typed", "why"), [
+    (["lora_modules.sql=/x"], "lora_modules needs an engine whose requests may have adapters; add enable_lora=true"),
+    (["allow_runtime_lora_updating=true"], "allow_runtime_lora_updating=true needs an engine whose"),
+    (["enable_lora=true", "lora_modules.demo=/x"], "lora_modules: 'demo' is the name of the model itself; choose"),
+    (["enable_lora=true", "served_model_name=a", "lora_modules.a=/x"], "'a' is the name of the model itself"),
+    (["enable_lora=true", "lora_modules={a: 5}"], "lora_modules: 'a': 5 is no name with a folder or a repository"),
+    (["enable_lora=true", "lora_modules.a.b=/x"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
+    (["enable_lora=true", "lora_modules={1: /x}"], "1 is not read as a key's name there; type lora_modules.1=VALUE"),
+    (["enable_lora=true", "lora_modules=a=/x"], "quote the value: lora_modules='{KEY: \"...\"}'"),
+    (["enable_lora=true", "lora_modules=a"], "type lora_modules={key: value} or lora_modules.KEY=VALUE"),
+])  # fmt: skip
+def test_a_wrong_command_line(typed: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *typed]) == 2
+    err = capsys.readouterr().err
+    assert why in err and err.count("\n") == 1
+
+
+def test_one_that_cannot_be_used_stops_the_start(
+    tiny_checkpoint: Callable[..., Path], adapters: list[LoRARequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever it is of more than there are places."""
+    typed = ["serve", "port=0", "device=cpu", f"model.path={tiny_checkpoint('qwen3')}", *OVERRIDES, "enable_lora=true"]
+    modules = [f"lora_modules.{one.lora_name}={one.lora_path}" for one in adapters]
+    assert cli.main([*typed, *modules, "lora_modules.bad=/no where"]) == 1
+    err = capsys.readouterr().err
+    assert "minivllm: lora_modules.bad=/no where does not exist; pass a folder that holds" in err
+    assert err.count("\n") == 1
+    assert cli.main([*typed, *modules, "max_lora_rank=2"]) == 1
+    assert "of a rank above max_lora_rank=2" in capsys.readouterr().err
