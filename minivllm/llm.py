@@ -116,10 +116,10 @@ class LLM:
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all prompts, or one per prompt. ``use_tqdm``: whether to show progress, or a
         callable that is used like ``tqdm``. ``lora_request``: a LoRA adapter for all prompts, or one or None per
-        prompt; at most ``max_loras`` different ones. ``priority``: one per prompt, smaller is served earlier; only for
-        schedulers that have priorities. ``on_output``: called with each prompt's index and output as soon as that is
-        complete; if it raises, the others are aborted. vLLM's other arguments are accepted only at values that change
-        nothing.
+        prompt; beyond ``max_loras`` different ones, prompts wait for those of others. ``priority``: one per prompt,
+        smaller is served earlier; only for schedulers that have priorities. ``on_output``: called with each prompt's
+        index and output as soon as that is complete; if it raises, the others are aborted. vLLM's other arguments are
+        accepted only at values that change nothing.
 
         Raises:
             RequestError: a prompt can never run; the other prompts are dropped, the engine stays usable.
@@ -154,30 +154,35 @@ class LLM:
         with self._turn:
             order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
             first = self.engine.num_requests_added
-            add = partial(self._add, prompts, params, adapters, priorities, add_special_tokens)
+            add = partial(self._add, prompts, params, adapters, priorities, add_special_tokens, first)
             ids: list[str] = []
             try:
                 ids += (self._free_id() for _ in prompts)
                 try:
-                    add(ids, order)
+                    left = add(ids, order)
                 except RequestError:
                     if order == list(range(many)):
                         raise
                     self.engine.abort(ids)
                     self.engine.num_requests_added = first
-                    add(ids, range(many))  # so that the error names the first refused prompt
-                return self._run(ids, use_tqdm, on_output)
+                    left = add(ids, range(many))  # so that the error names the first refused prompt
+                return self._run(ids, use_tqdm, on_output, left, partial(add, ids))
             except BaseException:
                 self.engine.abort(ids)
                 raise
 
     def _add(
         self, prompts: list[Prompt], params: list[SamplingParams], adapters: Sequence[LoRARequest | None],
-        priorities: Sequence[int], add_special_tokens: bool, ids: list[str], order: Sequence[int],
-    ) -> None:  # fmt: skip
-        first = self.engine.num_requests_added
+        priorities: Sequence[int], add_special_tokens: bool, first: int, ids: list[str], order: Sequence[int],
+    ) -> list[int]:  # fmt: skip
+        """Add these prompts; ``first`` is the number of prompt 0. Returns those whose adapter finds no place yet."""
+        left: list[int] = []
         encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
         for i, prompt in zip(order, encoded, strict=True):
+            its = adapters[i]
+            if isinstance(its, LoRARequest) and not self.engine.has_room_for(its):
+                left.append(i)
+                continue
             try:
                 self.engine.add_request(
                     ids[i], prompt, params[i], priority=priorities[i], number=first + i, lora_request=adapters[i]
@@ -186,6 +191,7 @@ class LLM:
                 if error.whole_request and not any(priorities) and all(one is params[0] for one in params):
                     raise  # one for all prompts
                 raise of_prompt(error, prompts, i) from None
+        return left
 
     def chat(
         self,
@@ -320,8 +326,10 @@ class LLM:
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
     def _run(
-        self, ids: list[str], use_tqdm: bool | Callable[..., Any], on_output: _OnOutput | None
-    ) -> list[RequestOutput]:
+        self, ids: list[str], use_tqdm: bool | Callable[..., Any], on_output: _OnOutput | None,
+        left: Sequence[int], add: Callable[[Sequence[int]], list[int]],
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Step until all have their outputs; ``add`` adds those ``left`` as others finish, and returns who is still."""
         places = {name: i for i, name in enumerate(ids)}
         done: dict[str, RequestOutput] = {}
         bar = _progress(len(ids), use_tqdm)
@@ -329,6 +337,8 @@ class LLM:
             began, tokens = time.perf_counter(), 0
             while len(done) < len(ids):
                 outputs = self.engine.step()
+                if outputs and left:
+                    left = add(left)
                 if not outputs and not self.engine.has_unfinished_requests():
                     raise RequestError(f"{len(ids) - len(done)} of {len(ids)} requests were aborted from elsewhere")
                 for output in outputs:

@@ -66,6 +66,12 @@ class AdapterPlaces:
             )
         return its
 
+    def has_room_for(self, request: LoRARequest) -> bool:
+        """Whether it is loaded, or there is a place for it."""
+        if request.lora_int_id in self._loaded or len(self._loaded) < self._config.max_loras:
+            return True
+        return not self._loaded.keys() <= self._used()
+
     def make_room(self, request: LoRARequest) -> tuple[int, Path]:
         """A place in which an adapter is to be loaded, also again, and the folder. Who had the place has lost it.
 

@@ -390,6 +390,10 @@ class LLMEngine:
         RequestError if an unfinished request has it."""
         return self._adapters.remove(lora_id)
 
+    def has_room_for(self, lora_request: LoRARequest) -> bool:
+        """Whether a request with this adapter may be added now; else unfinished requests have all places."""
+        return self._adapters.has_room_for(lora_request)
+
     def list_loras(self) -> set[int]:
         """The ``lora_int_id`` of each adapter that is loaded."""
         return self._adapters.ids

@@ -88,6 +88,8 @@ class EngineLoop:
         self._inbox, self._tell = inbox, tell
         self._undelivered: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
         self._adds: deque[_Adding] = deque()  # the first may be partly accepted
+        self._placeless: list[_Adding] = []  # until unfinished requests leave a place to their adapter
+        self._overtaken = 0  # requests with adapters that were accepted since the first of these began to wait
         self._changes: deque[Change] = deque()
         self._ready: list[RequestOutput] = []  # to be sent with the next ones
         self._slice = _SLICE
@@ -101,7 +103,8 @@ class EngineLoop:
     @property
     def num_waiting(self) -> int:
         """Requests without a running completion, those included that are not accepted yet, as for a reload."""
-        return self.engine.num_unfinished_requests - self.num_running + sum(one.left for one in tuple(self._adds))
+        adds = *self._adds, *self._placeless
+        return self.engine.num_unfinished_requests - self.num_running + sum(one.left for one in adds)
 
     def metrics(self, model_name: str) -> bytes:
         """Metrics in Prometheus text format."""
@@ -122,9 +125,11 @@ class EngineLoop:
                 if engine.stats.steps > steps:
                     self._pace.ended(self.timings.now, came=bool(taken) or self._may_add)
                 outputs = self._to_tell(stepped)
-                for output in outputs:
-                    if output.finished:
-                        self.timings.finished(output)
+                finished = [output for output in outputs if output.finished]
+                for output in finished:
+                    self.timings.finished(output)
+                if finished:
+                    self._bring_back()
                 if taken or outputs:
                     self._tell(News(taken, outputs))
                 if outputs:
@@ -236,7 +241,7 @@ class EngineLoop:
         if isinstance(message, AddLora):
             return engine.add_lora(message.lora_request)
         if isinstance(message, RemoveLora):
-            waiting = (one.add.lora_request for one in self._adds)
+            waiting = (one.add.lora_request for one in (*self._adds, *self._placeless))
             if any(its is not None and its.lora_int_id == message.lora_id for its in waiting):
                 raise RequestError(f"lora_int_id={message.lora_id} is not removed under waiting requests that have it")
             return engine.remove_lora(message.lora_id)
@@ -258,15 +263,47 @@ class EngineLoop:
         self.timings.aborted(request_ids)
         gone = set(request_ids)
         self._ready = [output for output in self._ready if output.request_id not in gone]
-        for one in self._adds:
+        for one in (*self._adds, *self._placeless):
             one.dropped |= gone.intersection(one.add.request_ids)
             one.outputs = {name: output for name, output in one.outputs.items() if name not in gone}
         self._adds = deque(one for one in self._adds if one.done or one.left)  # else they stay as long as it sleeps
+        self._placeless = [one for one in self._placeless if one.left]
+        self._bring_back()
+
+    def _set_aside(self, adding: _Adding, full: set[int]) -> bool:
+        """Whether there is no place for its adapter. It then waits apart, so that others need not wait for it: at most
+        as many as run at once, from when on only its own adapter's go before it. ``full``: adapters without a place."""
+        adapter = adding.add.lora_request
+        if adapter is None or adding.done:
+            return False
+        its, first = adapter.lora_int_id, self._placeless[0].add.lora_request if self._placeless else adapter
+        assert first is not None
+        waits = its != first.lora_int_id and self._overtaken >= self.engine.config.scheduler.max_num_seqs
+        if waits or its in full or not self.engine.has_room_for(adapter):
+            full.add(its)
+            self._placeless.append(adding)
+            return True
+        self._overtaken += bool(self._placeless)
+        return False
+
+    def _bring_back(self) -> None:
+        """Let those who may have a place now go first."""
+        if not self._placeless:
+            return
+        waited, self._placeless, full = self._placeless, [], set[int]()
+        back = [one for one in waited if not self._set_aside(one, full)]
+        if not self._placeless or self._placeless[0] is not waited[0]:
+            self._overtaken = 0
+        begun = [self._adds.popleft()] if self._has_begun_add else []
+        self._adds.extendleft([*back[::-1], *begun])
 
     def _add_next(self) -> list[tuple[str, Exception | None]]:
         """Accept the next prompt; returns the outcome of its add, if that is now complete or refused."""
         first = self._adds[0]
         add = first.add
+        if self._set_aside(first, set()):
+            self._adds.popleft()
+            return []
         if len(first.dropped) < len(add.request_ids):
             if (error := self._add(first)) is not None:
                 self._adds.popleft()

@@ -193,9 +193,22 @@ def test_more_adapters_than_places(world: World, make: Callable[..., LLM]) -> No
         world.check(llm, adapters)
     assert llm.engine.list_loras() == {1, 3}
     why = "all of max_loras=2 adapters are in use by unfinished requests; raise max_loras, or ask again when some have"
+    for adapters in ([1, 2, 3], [3, 0, 2, 1]):  # some wait for others
+        world.check(llm, adapters)
+    for adapter in (1, 2):
+        llm.engine.add_request(str(adapter), PROMPTS[0], GREEDY, lora_request=world.requests[adapter])
     with pytest.raises(BusyError, match=why):
-        world.check(llm, [1, 2, 3])
-    world.check(llm, [1, 2])
+        llm.engine.add_request("3", PROMPTS[0], GREEDY, lora_request=world.requests[3])
+    world.check(llm, [3])
+
+
+def test_who_waits_for_a_place_may_be_refused(world: World, make: Callable[..., LLM], tmp_path: Path) -> None:
+    """The others are then dropped, as ever."""
+    llm, gone = make(max_loras=1), LoRARequest("gone", 9, str(tmp_path / "gone"))
+    with pytest.raises(RequestError, match=r"prompt 1: lora_path=.*/gone does not exist"):
+        llm.generate([[1], [2]], GREEDY, use_tqdm=False, lora_request=[world.requests[1], gone])
+    assert not llm.engine.has_unfinished_requests()
+    world.check(llm, [1, 2, 0])
 
 
 def test_one_arrives_while_others_run(world: World, make: Callable[..., LLM]) -> None:

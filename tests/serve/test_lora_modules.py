@@ -128,21 +128,55 @@ def test_another_name_is_not_found(server: Running) -> None:
         assert error["code"] == "model_not_found"
 
 
-def test_who_finds_no_place_is_told_to_come_again(
+def test_who_finds_no_place_waits_for_one(
+    server: Running, says: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody for them: the model's own requests, and those of the adapters that are there, go on."""
+    server.slow_down(monkeypatch, 0.02)
+    run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
+    until(lambda: server.engine_loop.num_running == 2)
+    waiting = [
+        Asked(server, COMPLETIONS, **SHORT | {"prompt": prompt}, model="chess") for prompt in (PROMPT, [PROMPT, PROMPT])
+    ]
+    until(lambda: server.engine_loop.num_waiting == 3)
+    told(server.post(UNLOAD, lora_name="chess"), 400, "is not removed under waiting requests that have it", "lora_name")
+    assert [answer_of(server, name) for name in ("tiny", "sql")] == [says["tiny"], says["sql"]]
+    assert server.engine_loop.num_waiting == 3 and not any(not one.is_alive() for one in waiting)
+    monkeypatch.undo()
+    assert [one.answer().status_code for one in run] == [200, 200]
+    texts = [[choice["text"] for choice in one.answer().json()["choices"]] for one in waiting]
+    assert texts == [[says["chess"]], [says["chess"]] * 2]
+
+
+def test_others_go_before_them_only_so_often(
     server: Running, says: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.slow_down(monkeypatch, 0.02)
     run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
     until(lambda: server.engine_loop.num_running == 2)
-    for prompt in (PROMPT, [PROMPT, PROMPT]):
-        response = server.post(COMPLETIONS, **SHORT | {"prompt": prompt}, model="chess")
-        error = told(response, 503, "all of max_loras=2 adapters are in use by unfinished requests; raise max_loras")
-        assert error["code"] == "overloaded" and response.headers["retry-after"] == "1"
-        assert error["message"].startswith("all of")
-    assert server.engine_loop.num_running == 2, "nobody else notices"
+    first = Asked(server, COMPLETIONS, **SHORT, model="chess")
+    until(lambda: server.engine_loop.num_waiting == 1)
+    monkeypatch.setattr(server.engine_loop, "_overtaken", server.engine.config.scheduler.max_num_seqs)
+    behind = Asked(server, COMPLETIONS, **SHORT, model="sql")
+    until(lambda: server.engine_loop.num_waiting == 2)
+    assert answer_of(server, "tiny") == says["tiny"]
+    assert server.engine_loop.num_waiting == 2
+    monkeypatch.undo()
+    answers = [one.answer().json()["choices"][0]["text"] for one in (first, behind)]
+    assert answers == [says["chess"], says["sql"]]
+    assert [one.answer().status_code for one in run] == [200, 200]
+    assert server.engine_loop._overtaken == 0
+
+
+def test_who_goes_away_waits_no_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.slow_down(monkeypatch, 0.02)
+    run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
+    until(lambda: server.engine_loop.num_running == 2)
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(COMPLETIONS, json=SHORT | {"model": "chess"}, timeout=0.3)
+    until(lambda: server.engine_loop.num_waiting == 0)
     monkeypatch.undo()
     assert [one.answer().status_code for one in run] == [200, 200]
-    assert answer_of(server, "chess") == says["chess"]
 
 
 def test_with_other_weights_and_after_sleep_they_are_read_again(server: Running, says: dict[str, str]) -> None:
@@ -332,7 +366,7 @@ def test_an_async_engine(llm: LLM, adapters: list[LoRARequest], says: dict[str, 
             long = params.clone(max_tokens=900)
             runs = [await engine.generate([one.lora_name], [PROMPT], long, lora_request=one) for one in (sql, poet)]
             with pytest.raises(BusyError, match="all of max_loras=2"):
-                await engine.generate(["c"], [PROMPT], params, lora_request=chess)
+                await engine.add_lora(chess)
             for one in runs:
                 one.abort()
             assert await engine.remove_lora(1) and await engine.remove_lora(2)
