@@ -12,6 +12,7 @@ from minivllm.version import API_VERSION, __version__
 
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.lora_request import LoRARequest
     from minivllm.core.outputs import CompletionOutput, RequestOutput
     from minivllm.core.requests import TextPrompt, TokensPrompt
     from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -25,6 +26,7 @@ _LAZY = {
     "SamplingParams": "minivllm.core.sampling_params",
     "RequestOutputKind": "minivllm.core.sampling_params",
     "StructuredOutputsParams": "minivllm.core.structured_outputs",
+    "LoRARequest": "minivllm.core.lora_request",
     "RequestOutput": "minivllm.core.outputs",
     "CompletionOutput": "minivllm.core.outputs",
     "TextPrompt": "minivllm.core.requests",
@@ -37,6 +39,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "LLMEngine",
+    "LoRARequest",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",

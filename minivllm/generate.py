@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from minivllm.config.modes import GenerateOptions, SamplingOptions
+from minivllm.core.lora_request import LoRARequest
 from minivllm.errors import ConfigError, shown
 from minivllm.files import check_writable, read_stream, read_text
 
@@ -28,7 +29,7 @@ SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _STDOUT = "-"
 _PATIENCE = 10.0  # seconds to wait for a silent pipe on standard input before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
-_LINE_KEYS = (*_PROMPT_KEYS, "priority")
+_LINE_KEYS = (*_PROMPT_KEYS, "priority", "lora_path")
 _LINE_IS = "one prompt: a string in quotes, or an object with prompt or prompt_token_ids"
 _TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
 _OTHERS = {  # keys of other programs' files, each with what to do instead
@@ -46,6 +47,7 @@ Prompt = str | list[int]
 class Asked(NamedTuple):
     prompt: Prompt
     priority: int = 0
+    lora_path: str | None = None
 
 
 def run(composed: Composed) -> int:
@@ -64,11 +66,11 @@ def run(composed: Composed) -> int:
         if why := about.get("attention_why"):
             print(why, file=sys.stderr)
         started = time.perf_counter()
-        prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
         with _Lines(to) as lines:
             outputs = llm.generate(
-                prompts, params, use_tqdm=_is_terminal(sys.stderr), priority=priority, on_output=lines.take
-            )
+                [a.prompt for a in asked], params, use_tqdm=_is_terminal(sys.stderr), lora_request=_adapters(asked),
+                priority=[a.priority for a in asked], on_output=lines.take,
+            )  # fmt: skip
         seconds = time.perf_counter() - started
     if to is None:
         for output in outputs:
@@ -76,6 +78,13 @@ def run(composed: Composed) -> int:
     batch = min(len(outputs), composed.engine.scheduler.max_num_seqs)
     print(_summary(outputs, seconds, batch, about), file=sys.stderr if to == _STDOUT else sys.stdout)
     return 0
+
+
+def _adapters(asked: Sequence[Asked]) -> list[LoRARequest | None]:
+    """Each prompt's LoRA adapter; those of one path are one."""
+    paths = dict.fromkeys(a.lora_path for a in asked if a.lora_path is not None)
+    named = {path: LoRARequest(path, number, path) for number, path in enumerate(paths, 1)}
+    return [None if a.lora_path is None else named[a.lora_path] for a in asked]
 
 
 # --------------------------------------------------------------------------- prompts
@@ -98,8 +107,8 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
 
 def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
     """One prompt per line, stripped; blank lines are skipped. JSONL (by default if every line looks like an object):
-    objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority``, or plain strings. An object's other
-    keys are ignored unless they look like parameters."""
+    objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority`` and ``lora_path``, or plain strings.
+    An object's other keys are ignored unless they look like parameters."""
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
@@ -125,10 +134,13 @@ def _json_prompt(line: str, where: str) -> Asked:
     value, priority = item[key], item.get("priority", 0)
     if type(priority) is not int:
         raise ConfigError(f"{where}: priority={json.dumps(priority)} is not a whole number")
+    path = item.get("lora_path")
+    if not (path is None or (isinstance(path, str) and path)):
+        raise ConfigError(f"{where}: lora_path={shown(path)} is not the path of a folder, nor ORG/NAME")
     if key == "prompt" and isinstance(value, str):
-        return Asked(value, priority)
+        return Asked(value, priority, path)
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
-        return Asked(value, priority)
+        return Asked(value, priority, path)
     raise ConfigError(
         f"{where}: {key}={shown(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}"
     )

@@ -246,7 +246,7 @@ class GenerateSchema(SamplingSchema):
     prompts_file: str | None = key(
         None,
         "a file of prompts, one per line; .jsonl: strings, or objects with prompt or prompt_token_ids, and optionally "
-        "priority; -: standard input",
+        "priority and, with enable_lora, lora_path; -: standard input",
         text=True,
     )
     output: str | None = key(

@@ -59,7 +59,7 @@ LOAD_FORMATS = {"safetensors": "auto"}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
-_MERGED = "enable_lora=true allows adapters of single requests; model.lora=DIR merges one into the weights at load"
+_ADAPTERS = "With enable_lora=true requests have adapters of their own; model.lora=DIR merges one into the weights."
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
@@ -284,7 +284,7 @@ def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def lora_hint(name: str) -> str:
     """What to type for adapters, with a leading space; empty for other names."""
-    return f" {_MERGED[0].upper()}{_MERGED[1:]}." if "lora" in name.lower() else ""
+    return f" {_ADAPTERS}" if "lora" in name.lower() else ""
 
 
 def _is_of(value: Any, neutral: Any) -> bool:

@@ -54,6 +54,11 @@ def test_lines_and_jsonl() -> None:
     assert parse_prompts('"quoted"', "x") == asked('"quoted"')
     text = '{"prompt": "a", "priority": -3}\n{"prompt_token_ids": [1], "priority": 0}'
     assert parse_prompts(text, "x") == [Asked("a", -3), Asked([1], 0)]
+    text = '{"prompt": "a", "lora_path": "DIR"}\n{"prompt_token_ids": [1], "lora_path": null}'
+    assert parse_prompts(text, "x") == [Asked("a", 0, "DIR"), Asked([1])]
+    for path in ("5", '""', '["a"]'):
+        with pytest.raises(ConfigError, match=r"x, line 1: lora_path=.* is not the path of a folder, nor ORG/NAME"):
+            parse_prompts(f'{{"prompt": "a", "lora_path": {path}}}', "x")
     assert parse_prompts("", "x") == []
     line = json.dumps({"prompt": "a\u2028b\x85\x0c", "topic": "c"}, ensure_ascii=False)
     assert parse_prompts(line, "x") == asked("a\u2028b\x85\x0c")

@@ -201,7 +201,6 @@ def test_vllms_modules_are_as_light_as_what_is_in_them(tmp_path: Path) -> None:
         ("minivllm", "EngineArgs", "give LLM"),
         ("minivllm", "AsyncEngineArgs", "minivllm serve"),
         ("minivllm", "AsyncLLMEngine", "minivllm serve"),
-        ("minivllm", "LoRARequest", r"model.lora=DIR'\]\) merges one adapter"),
         ("minivllm", "PoolingParams", "generate text"),
         ("minivllm.sampling_params", "BeamSearchParams", "n="),
         ("minivllm.sampling_params", "GuidedDecodingParams", "structured_outputs=StructuredOutputsParams"),

@@ -629,10 +629,10 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"enable_lora": True}, r"enable_lora=True: .* at load: model.lora=DIR in overrides=\[...\]. Allowed: False"),
-        ({"lora_dtype": "float16"}, r"enable_lora, .*type overrides=\['model.lora=DIR'\] .* Allowed: 'auto'"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras=True: not supported. Allowed: False"),
+        ({"lora_dtype": "float16"}, "lora_dtype='float16': adapters are kept in dtype. Allowed: 'auto'"),
         ({"lora": "x"}, r"type overrides=\['model.lora=x'\]"),
-        ({"overrides": ["enable_lora=true"]}, "there is no key enable_lora. Adapters per request .*: model.lora=DIR"),
+        ({"overrides": ["lora.path=x"]}, "there is no key lora.path. With enable_lora=true .*model.lora=DIR merges"),
         ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),
         ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
         ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from helpers import edit_json, reference_tokens, save_adapter
 from safetensors.torch import load_file, save_file
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, cli
 from minivllm.errors import BusyError, ConfigError, EngineDeadError, RequestError
 from minivllm.layers.linear import _StackedLinear
 from minivllm.lora.request import LoRARequest
@@ -390,3 +391,24 @@ def test_an_executor_that_takes_none(world: World, make: Callable[..., LLM], mon
         EngineDeadError, match="make a new engine: loading an adapter failed: OSError: the disk is gone"
     ):
         world.check(llm, [1])
+
+
+# --------------------------------------------------------------------------- the command line
+
+
+def test_lines_of_a_prompts_file(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        {"prompt_token_ids": PROMPTS[1]} | ({"lora_path": its.lora_path} if its else {})
+        for its in (*world.requests, world.requests[1])
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    typed = [f"model.path={world.folder}", "device=cpu", f"prompts_file={tmp_path}/in.jsonl", "cache.num_blocks=64"]
+    typed += ["max_tokens=10", "temperature=0", "ignore_eos=true", f"output={tmp_path}/out.jsonl"]
+    assert cli.main([*typed, "enable_lora=true", "max_loras=2"]) == 0
+    said = [json.loads(line)["token_ids"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert said == [world.says(adapter, 1) for adapter in (0, 1, 2, 3, 1)]
+    capsys.readouterr()
+    assert cli.main(typed) == 1
+    assert "prompt 1: lora_request: the engine was made without" in capsys.readouterr().err

@@ -732,7 +732,7 @@ def test_extra_args_are_for_samplers_that_name_them(engine: Engine, monkeypatch:
 def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
     llm = engine(**SMALL)
     assert len(llm.generate([5], GREEDY, use_tqdm=False, lora_request=None)) == 1
-    with pytest.raises(RequestError, match="lora_request=5 is not supported"):
+    with pytest.raises(RequestError, match=r"lora_request: .* type enable_lora=true"):
         llm.generate([5], GREEDY, lora_request=5)
     with pytest.raises(TypeError, match="there is no argument 'nonsense'"):
         llm.generate([5], GREEDY, nonsense=None)
@@ -743,6 +743,7 @@ def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
     nothing: dict[str, Any] = {"guided_options_request": None, "prompt_adapter_request": None}
     nothing |= {"lora_request": [None, None], "tokenization_kwargs": {}, "mm_processor_kwargs": {}}
     assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False, prompt_token_ids=None, **nothing)) == 2
+    nothing["lora_request"] = [None]
     assert len(llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, **nothing)) == 1
     with pytest.raises(
         RequestError, match=r"prompt_token_ids=.* token ids are prompts: generate\(\[\[1, 2\], \[3\]\]\)"
@@ -787,8 +788,8 @@ def test_the_engines_other_members_say_what_to_do_instead(engine: Engine) -> Non
 def test_the_engine_has_vllms_names(engine: Engine) -> None:
     llm = engine(**SMALL)
     assert llm.llm_engine.get_tokenizer() is llm.get_tokenizer()
-    nothing: dict[str, Any] = dict.fromkeys(["arrival_time", "lora_request", "trace_headers", "tokenization_kwargs"])
-    llm.llm_engine.add_request("a", [5, 6], GREEDY, **nothing)
+    nothing: dict[str, Any] = dict.fromkeys(["arrival_time", "trace_headers", "tokenization_kwargs"])
+    llm.llm_engine.add_request("a", [5, 6], GREEDY, lora_request=None, **nothing)
     for name in nothing:
         with pytest.raises(RequestError, match=f"{name}=1.5 is not supported"):
             llm.llm_engine.add_request("b", [5, 6], GREEDY, **{name: 1.5})

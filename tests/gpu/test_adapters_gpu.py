@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = ["Once upon a time", "The engine", "In a small village", "The sea was", "My favourite animal is", "Hello"]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
-NEAR, NEAR_IN_FP8 = 0.05, 0.2  # log-probabilities of an answer's tokens, the mean difference
+NEAR, NEAR_IN_FP8 = 0.08, 0.25  # log-probabilities of an answer's tokens, the mean difference
 
 
 @pytest.fixture(scope="module")
