@@ -166,9 +166,10 @@ class DecodeGraphs:
     def launch_all_kinds(self) -> None:
         """Launch steps of all sizes that use different kernels, for ``compile_only``; fewest rows first, as their
         kernels take longest to compile."""
-        alone, shared = self._kinds(), (16, 32, self.sizes[-1])
+        wanted = {*map(Key, self._kinds()), *(Key(n, adapted=True) for n in self._adapter_sizes)}
+        wanted |= {Key(n, beside=True) for n in (16, 32, self.sizes[-1])}
         for key, plan in self._plans.items():
-            if key.rows in (alone if key.beside is None else shared if key.beside else ()):
+            if key in wanted:
                 self._prepare(plan, self._ones[: key.rows], self._nobody[: key.rows])
                 self._run(key)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import save_adapter
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.executors.torchrun import read_environment
 
@@ -25,7 +26,7 @@ ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR":
 HEAD = """
     import json, os, sys
     from pathlib import Path
-    from minivllm import LLM, SamplingParams
+    from minivllm import LLM, LoRARequest, SamplingParams
     from minivllm.cli import main
     from minivllm.errors import EngineDeadError
     from minivllm.models.loader import iterate_safetensors
@@ -37,9 +38,10 @@ HEAD = """
 
 TOKENS = """
     said = {}
-    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
+    with LLM(old, device="cpu", tp=2, enable_lora=True, overrides=["executor=torchrun"]) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+        adapters = [None, None, LoRARequest("a", 1, folder + "/adapter")]
+        outputs = llm.generate([[1, 2, 3], [4, 5], [4, 5]], params, use_tqdm=False, lora_request=adapters)
     said["tokens"] = [o.outputs[0].token_ids for o in outputs]
     llm = LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"])
     try:
@@ -65,6 +67,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     ran = Ranks(tmp_path_factory.mktemp("torchrun"), os.stat(os.devnull).st_rdev)
+    save_adapter(ran.folder / "adapter", tiny_checkpoint("qwen3"), ["q_proj", "o_proj", "up_proj", "down_proj"])
     file = ran.folder / "script.py"
     file.write_text("".join(map(textwrap.dedent, (HEAD, BENCH, TOKENS, RELOAD))))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
@@ -86,10 +89,12 @@ def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_diff
     ranks: Ranks, tiny_checkpoint: Checkpoints
 ) -> None:
     said = ranks.wrote("tokens")
-    with LLM(str(tiny_checkpoint("qwen3")), device="cpu") as llm:
+    with LLM(str(tiny_checkpoint("qwen3")), device="cpu", enable_lora=True) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        alone = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)]
-    assert said[0]["tokens"] == said[1]["tokens"] == alone
+        prompts, adapter = [[1, 2, 3], [4, 5], [4, 5]], LoRARequest("a", 1, str(ranks.folder / "adapter"))
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, None, adapter])
+    alone = [output.outputs[0].token_ids for output in outputs]
+    assert said[0]["tokens"] == said[1]["tokens"] == alone and alone[1] != alone[2]
     for rank in range(2):
         assert f"rank {1 - rank} computes another step 0" in said[rank]["error"]
         assert "the same requests" in said[rank]["error"]

@@ -13,7 +13,7 @@ from helpers import edit_json, reference_tokens, save_adapter
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import CheckpointError, ConfigError, RequestError
+from minivllm.errors import CheckpointError, ConfigError
 from minivllm.models.checkpoint import read_model_config
 from minivllm.models.fp8_checkpoint import float_weights
 from minivllm.models.loader import iterate_safetensors
@@ -459,11 +459,3 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_is_written(
 def test_an_adapter_is_no_checkpoint_to_reload(llm: LLM, adapter: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model; it takes whole checkpoints; an engine with model.lora reads"):
         llm.reload_weights(adapter)
-
-
-def test_a_request_with_an_adapter_is_told_of_the_key(llm: LLM) -> None:
-    told = r"lora_request=5 is not supported; LLM\(\.\.\., overrides=\['model.lora=DIR'\]\) merges one adapter"
-    with pytest.raises(RequestError, match=told):
-        llm.generate([[5]], lora_request=5)
-    with pytest.raises(RequestError, match=told):
-        llm.engine.add_request("a", [5], lora_request=5)

@@ -13,13 +13,13 @@ Bytes moved: for t rows of one adapter (k + n) * width weights, t * k for the in
 
 import torch
 
-from minivllm.kernels._triton import next_power_of_2, num_sms, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
 from minivllm.rounding import cdiv
 
 _STEP = 128  # columns of x at a time
-_SPLITS = 16  # of k, at most
 _FEW = 256  # rows, in blocks of 16
+_SPLITS, _SPLITS_OF_MANY, _MANY = 16, 4, 1025  # of k, at most, and from how many rows on
 
 
 @triton.jit
@@ -154,8 +154,7 @@ def shrink_triton(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor) -> torc
     (t, k), width, pdl = x.shape, a.shape[1], use_pdl(x.device)
     rows, columns = 16 if t <= _FEW else 64, _columns_of(width)
     blocks = cdiv(t, rows), cdiv(width, columns)
-    splits = _SPLITS if t <= _FEW else max(min(num_sms(x.device) // (blocks[0] * blocks[1]), _SPLITS), 1)
-    part = cdiv(cdiv(k, splits), _STEP) * _STEP
+    part = cdiv(cdiv(k, _SPLITS if t < _MANY else _SPLITS_OF_MANY), _STEP) * _STEP
     h = torch.empty((cdiv(k, part), t, width), dtype=torch.float32, device=x.device)
     if t:
         _shrink_kernel[(*blocks, len(h))](
