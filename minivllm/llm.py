@@ -176,12 +176,14 @@ class LLM:
         priorities: Sequence[int], add_special_tokens: bool, first: int, ids: list[str], order: Sequence[int],
     ) -> list[int]:  # fmt: skip
         """Add these prompts; ``first`` is the number of prompt 0. Returns those whose adapter finds no place yet."""
-        left: list[int] = []
-        encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
-        for i, prompt in zip(order, encoded, strict=True):
+        named = {its for i in order if isinstance(its := adapters[i], LoRARequest)}
+        full = [its for its in named if not self.engine.has_room_for(its)]
+        now = [i for i in order if adapters[i] not in full]
+        encoded = _encoded([prompts[i] for i in now], self.engine.tokenizer, add_special_tokens)
+        for i, prompt in zip(now, encoded, strict=True):
             its = adapters[i]
             if isinstance(its, LoRARequest) and not self.engine.has_room_for(its):
-                left.append(i)
+                full.append(its)
                 continue
             try:
                 self.engine.add_request(
@@ -191,7 +193,7 @@ class LLM:
                 if error.whole_request and not any(priorities) and all(one is params[0] for one in params):
                     raise  # one for all prompts
                 raise of_prompt(error, prompts, i) from None
-        return left
+        return [i for i in order if adapters[i] in full]
 
     def chat(
         self,

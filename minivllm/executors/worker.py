@@ -23,7 +23,7 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampler_overrides import undoes_sample
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
+from minivllm.errors import CheckpointError, ConfigError, PluginError, RequestError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
@@ -177,7 +177,10 @@ class Worker:
         if self.runner is None:
             raise was_shut_down()
         with self._on_device(), torch.inference_mode():
-            load_adapter(self.runner.model, self.model_config, place, folder, self.config.max_lora_rank)
+            try:
+                load_adapter(self.runner.model, self.model_config, place, folder, self.config.max_lora_rank)
+            except CheckpointError as error:  # the folder has changed since it was checked
+                raise RequestError(str(error)) from error
 
     def _checkpoint(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the engine's own checkpoint, with its adapter merged."""

@@ -143,14 +143,16 @@ class _StackedLinear(LinearBase):
 
     def unscaled(self, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, RowScale | None]:
         """``after_norm``, and the scale its rows still need, if ``fold`` has left that to the caller."""
-        few = x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
-        if few and self.folded and is_adapted(self) and is_plain_beside_adapters(self, LinearBase):
-            if is_plain(norm, RMSNorm):
-                return self._adapted(lambda x: linear(x, self.weight), x), RowScale(x, norm.eps, self.bias)
-            return self.after_norm(x, norm), None
+        if self.folded and is_adapted(self) and self._leaves_scale(x, norm):
+            return self._adapted(lambda x: linear(x, self.weight), x), RowScale(x, norm.eps, self.bias)
         if not self.folded or not goes_with(self, norm):
             return self.after_norm(x, norm), None
         return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def _leaves_scale(self, x: torch.Tensor, norm: RMSNorm) -> bool:
+        """Whether, with adapters, the caller scales rows: few and short ones."""
+        few = x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
+        return few and is_plain_beside_adapters(self, LinearBase) and is_plain(norm, RMSNorm)
 
 
 def goes_with(product: LinearBase, norm: RMSNorm) -> bool:
