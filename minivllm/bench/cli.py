@@ -118,6 +118,7 @@ def _engine(
     """Measure an engine of this configuration: how long it takes to be ready, then the workload."""
     clock = time.perf_counter()
     from minivllm.assemble import find_model, model_length
+    from minivllm.bench.adapters import check_adapters, load_random_adapters
     from minivllm.bench.measure import Bench
     from minivllm.bench.workloads import check_fits, make_requests
     from minivllm.core.engine import LLMEngine
@@ -133,6 +134,7 @@ def _engine(
 
     requests = make_requests(options.workload, model_config.vocab_size, lambda text: tokenizer().encode(text))
     check_fits(options.workload, requests, model_length(config, model_config))
+    check_adapters(options.workload, config)
     made = time.perf_counter()
     with LLMEngine.from_config(config) as engine:
         ready = time.perf_counter()
@@ -143,7 +145,8 @@ def _engine(
         record["ready_phases_s"] = phases
         compiled_from = without_bytecode("torch")
         record["torch_bytecode"] = compiled_from is None
-        bench = Bench(engine, requests, options.workload, detokenize=options.detokenize)
+        adapters = load_random_adapters(engine, options.workload)
+        bench = Bench(engine, requests, options.workload, detokenize=options.detokenize, adapters=adapters)
         _runs(bench, options.repeat, record)
         if compiled_from is not None:
             print(

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
     from minivllm.core.engine import LLMEngine
     from minivllm.core.interfaces import StepObserver
+    from minivllm.core.lora_request import LoRARequest
     from minivllm.core.outputs import RequestOutput
 
 _WARM_UP_TOKENS = 8  # generated for each request
@@ -72,9 +74,11 @@ class Bench:
     """Runs a workload on an otherwise idle engine."""
 
     def __init__(
-        self, engine: LLMEngine, requests: Sequence[BenchRequest], options: WorkloadOptions, *, detokenize: bool = False
-    ) -> None:
-        self.engine, self.requests = engine, requests
+        self, engine: LLMEngine, requests: Sequence[BenchRequest], options: WorkloadOptions, *,
+        detokenize: bool = False, adapters: Sequence[LoRARequest] = (),
+    ) -> None:  # fmt: skip
+        """``adapters``: requests have them in turn."""
+        self.engine, self.requests, self._adapters = engine, requests, cycle(adapters or (None,))
         self.params = options.sampling_params(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
         if not any(request.arrival for request in requests):  # then order them as ``LLM.generate`` does
             sizes, params = [len(r.prompt) for r in requests], [self._params_of(r) for r in requests]
@@ -185,7 +189,8 @@ class Bench:
             self._number += 1
             names.append(f"bench-{self._number}")
             try:
-                self.engine.add_request(names[-1], request.prompt, self._params_of(request))
+                params, adapter = self._params_of(request), next(self._adapters)
+                self.engine.add_request(names[-1], request.prompt, params, lora_request=adapter)
             except RequestError as e:
                 raise ConfigError(f"workload={self.name}: {e}") from e
         return names

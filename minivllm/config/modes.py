@@ -111,6 +111,7 @@ class WorkloadOptions:
     input_len: int | tuple[int, int] | None = None
     prefix_len: int | None = None
     num_prefixes: int | None = None
+    num_adapters: int | None = None
     output_len: int | tuple[int, int] | None = None
     max_token_id: int = 10000
     seed: int = 0
@@ -176,11 +177,11 @@ _SAMPLING = [name for name in _REQUEST if name not in ("temperature", "ignore_eo
 # workload -> (required keys, optional keys); its other keys are refused.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "host": (("input_len", "running", "waiting", "steps"), ()),
-    "trace": (("path", "temperature"), ("num_requests", "time_scale", *_SAMPLING)),
+    "trace": (("path", "temperature"), ("num_requests", "time_scale", "num_adapters", *_SAMPLING)),
 }
 _DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (
     ("num_requests", "input_len", "output_len", "temperature"),
-    ("prefix_len", "num_prefixes", "request_rate", *_SAMPLING),
+    ("prefix_len", "num_prefixes", "num_adapters", "request_rate", *_SAMPLING),
 )
 
 
@@ -222,6 +223,10 @@ class BenchOptions:
             raise ConfigError(f"url={self.url} is not a server's address; type url=http://127.0.0.1:8000")
         if self.url is not None and self.workload.host:
             raise ConfigError("url= with workload=host, which asks no server; leave one out")
+        if self.url is not None and self.workload.num_adapters is not None:
+            raise ConfigError(
+                "workload.num_adapters makes adapters for an engine of its own, and url= asks a server; leave one out"
+            )
         if self.url is None and self.max_concurrency is not None:
             raise ConfigError(
                 f"max_concurrency={self.max_concurrency} is of requests to a server: add url=, or type "

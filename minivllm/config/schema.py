@@ -320,6 +320,11 @@ class WorkloadSchema:
     input_len: Any = key(None, "prompt tokens per request: a number, or [least,most]")
     prefix_len: int | None = key(None, "tokens of a shared prefix before each prompt's own input_len", ge=1)
     num_prefixes: int | None = key(None, "with prefix_len: number of different prefixes, used in turn; null: 1", ge=1)
+    num_adapters: int | None = key(
+        None,
+        "with enable_lora: random LoRA adapters of rank max_lora_rank, which requests have in turn; null: none",
+        ge=1,
+    )
     output_len: Any = key(None, "tokens to generate per request: a number, or [least,most]")
     max_token_id: int = key(10000, "prompts are drawn from token ids 0 to this, modulo the vocabulary size", ge=0)
     seed: int = key(0, "seed of prompts, lengths and arrival times", ge=0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -23,6 +24,7 @@ from minivllm.layers.parameter import ShardId, whole_of
 from minivllm.layers.usual import usual_products
 from minivllm.models.loader import targets_of
 from minivllm.models.lora import Adapter, Change, Problems
+from minivllm.models.lora_config import CONFIG, TENSORS
 
 PATH = "lora_path"  # what names the folder of a request's adapter
 
@@ -75,6 +77,26 @@ def check_adapter(folder: Path, model_config: ModelConfig, model_class: type[Mod
     with torch.device("meta"):
         model = model_class(model_config, TensorParallel())
     _fitting(model, adapter, rank)
+
+
+def write_random_adapter(
+    folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int, seed: int
+) -> None:
+    """Write an adapter of this rank, in PEFT's format and bfloat16, for all linear layers that take one."""
+    from safetensors.torch import save_file
+
+    with torch.device("meta"):
+        model = cast(nn.Module, model_class(model_config, TensorParallel()))
+    products = {id(module.weight) for _, module in usual_products(model)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, (_, param, shard_id) in targets_of(model, getattr(model, "packed", None) or {}).items():
+        if id(param) in products:
+            out, inner = whole_of(param, shard_id).shape
+            for letter, shape in (("A", (rank, inner)), ("B", (out, rank))):
+                part = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+                tensors[f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"] = part
+    save_file(tensors, folder / TENSORS)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 
 
 def _fitting(model: Model, adapter: Adapter, rank: int) -> list[_Fitting]:

@@ -38,6 +38,27 @@ FIELDS = {
 }  # fmt: skip
 
 
+def test_requests_have_random_adapters_in_turn(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+    """Which are written, loaded and gone before the first run."""
+    had, add = [], LLMEngine.add_request
+
+    def noted(self, *args, lora_request=None, **more):
+        had.append(lora_request)
+        return add(self, *args, lora_request=lora_request, **more)
+
+    monkeypatch.setattr(LLMEngine, "add_request", noted)
+    command = ["bench", f"model.path={tiny_checkpoint()}", "device=cpu", "workload.num_adapters=2", *SMALL]
+    assert main([*command, "enable_lora=true", "max_loras=2", "max_lora_rank=3", "repeat=2"]) == 0
+    assert len(had) == 3 * 5  # with the warm-up
+    assert [its.lora_int_id for its in had] == [1 + i % 2 for i in range(len(had))]
+    assert not any(Path(its.lora_path).exists() for its in had)
+    monkeypatch.undo()
+    for given in ([], ["enable_lora=true"], ["max_loras=2"]):
+        capsys.readouterr()
+        assert main([*command, *given]) == 2
+        assert "as many places; type enable_lora=true max_loras=2" in capsys.readouterr().err
+
+
 def test_one_object_a_run_is_appended_with_all_that_explains_it(tiny_checkpoint, tmp_path, capsys):
     file, trace = tmp_path / "out.jsonl", tmp_path / "profile.json"
     command = ["bench", f"model.path={tiny_checkpoint()}", "device=cpu", f"output={file}", *SMALL]

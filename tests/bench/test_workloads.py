@@ -145,6 +145,11 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
         (["workload=mixd"], "Did you mean mixed"),
         (["workload.input_len=[3,2]"], "neither a whole number"),
         (["workload.num_prefixes=2"], "needs workload.prefix_len"),
+        (["workload=host", "workload.num_adapters=2"], "not a key of workload=host"),
+        (
+            ["url=http://127.0.0.1:1", "workload.num_adapters=2"],
+            "makes adapters for an engine of its own, and url= asks",
+        ),
         (["workload.prefix_len=0"], "workload.prefix_len=0"),
         (["workload=trace", "workload.path=x", "workload.prefix_len=3"], "not a key of workload=trace"),
         (["workload.input_len=0"], "neither a whole number"),
