@@ -16,7 +16,7 @@ from recorded import Recorded
 from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
 from minivllm.core.batch import NO_INTS
-from minivllm.core.cuda_graphs import DecodeGraphs, Kept
+from minivllm.core.cuda_graphs import DecodeGraphs, Kept, Key
 from minivllm.core.landing import Layout, Packed
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
@@ -38,9 +38,10 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
             words = torch.full((rows * (2 + 2 * (best > 0) + 2 * best),), -1, dtype=torch.int32)
             result = Packed(words, Layout(rows, np.arange(rows) if best else NO_INTS, best))
         else:
-            key = run.args[0]
-            name, rows = f"step {key}", key if isinstance(key, int) else key[0]
-            logits = None if rows >= 16 or not isinstance(key, int) else torch.empty(rows, vocab)
+            key, rows = run.args[0], run.args[0][0]
+            decodes = isinstance(key, Key)
+            name = f"step {rows if decodes else key}"
+            logits = None if rows >= 16 or not decodes else torch.empty(rows, vocab)
             result = Kept(torch.empty(rows, runner.hidden_size), torch.full((rows,), -1), logits)
         say(f"capture {name}")
         return Recorded(run, result, lambda: say(f"replay {name}")), result
