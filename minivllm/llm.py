@@ -176,15 +176,12 @@ class LLM:
         priorities: Sequence[int], add_special_tokens: bool, first: int, ids: list[str], order: Sequence[int],
     ) -> list[int]:  # fmt: skip
         """Add these prompts; ``first`` is the number of prompt 0. Returns those whose adapter finds no place yet."""
-        named = {its for i in order if isinstance(its := adapters[i], LoRARequest)}
-        full = [its for its in named if not self.engine.has_room_for(its)]
-        now = [i for i in order if adapters[i] not in full]
+        named = {i: its for i in order if isinstance(its := adapters[i], LoRARequest)}
+        fitting = self.engine.fitting_loras(named.values())
+        left = [i for i, its in named.items() if its.lora_int_id not in fitting]
+        now = [i for i in order if i not in named or named[i].lora_int_id in fitting]
         encoded = _encoded([prompts[i] for i in now], self.engine.tokenizer, add_special_tokens)
         for i, prompt in zip(now, encoded, strict=True):
-            its = adapters[i]
-            if isinstance(its, LoRARequest) and not self.engine.has_room_for(its):
-                full.append(its)
-                continue
             try:
                 self.engine.add_request(
                     ids[i], prompt, params[i], priority=priorities[i], number=first + i, lora_request=adapters[i]
@@ -193,7 +190,7 @@ class LLM:
                 if error.whole_request and not any(priorities) and all(one is params[0] for one in params):
                     raise  # one for all prompts
                 raise of_prompt(error, prompts, i) from None
-        return [i for i in order if adapters[i] in full]
+        return left
 
     def chat(
         self,

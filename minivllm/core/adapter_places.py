@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
@@ -66,11 +66,14 @@ class AdapterPlaces:
             )
         return its
 
-    def has_room_for(self, request: LoRARequest) -> bool:
-        """Whether it is loaded, or there is a place for it."""
-        if request.lora_int_id in self._loaded or len(self._loaded) < self._config.max_loras:
-            return True
-        return not self._loaded.keys() <= self._used()
+    def fitting(self, requests: Iterable[LoRARequest]) -> set[int]:
+        """The lora_int_ids of those that are loaded, and of the first others, as many as there are places beside."""
+        wanted = dict.fromkeys(request.lora_int_id for request in requests)
+        fit = wanted.keys() & self._loaded.keys()
+        if len(fit) < len(wanted):
+            left = self._config.max_loras - len(self._loaded.keys() & (self._used() | fit))
+            fit |= set([its for its in wanted if its not in fit][:left])
+        return fit
 
     def make_room(self, request: LoRARequest) -> tuple[int, Path]:
         """A place in which an adapter is to be loaded, also again, and the folder. Who had the place has lost it.

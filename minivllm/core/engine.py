@@ -390,9 +390,9 @@ class LLMEngine:
         RequestError if an unfinished request has it."""
         return self._adapters.remove(lora_id)
 
-    def has_room_for(self, lora_request: LoRARequest) -> bool:
-        """Whether a request with this adapter may be added now; else unfinished requests have all places."""
-        return self._adapters.has_room_for(lora_request)
+    def fitting_loras(self, lora_requests: Iterable[LoRARequest]) -> set[int]:
+        """The ``lora_int_id`` of those whose requests may be added now: unfinished ones leave others no place."""
+        return self._adapters.fitting(lora_requests)
 
     def list_loras(self) -> set[int]:
         """The ``lora_int_id`` of each adapter that is loaded."""

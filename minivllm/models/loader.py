@@ -57,6 +57,18 @@ def tensors_in(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise CheckpointError(f"{file} {_why_unreadable(file, error)}") from error
 
 
+def tensors_read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all tensors of a safetensors file, by name, in memory: if it is written anew meanwhile, as by a
+    trainer, it is refused as damaged or read as it was, where reading a file that is mapped would end the process."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        yield from sorted(load(file.read_bytes()).items())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} {_why_unreadable(file, error)}") from error
+
+
 def _why_unreadable(file: Path, error: Exception) -> str:
     try:
         with file.open("rb") as head:

@@ -15,7 +15,7 @@ import torch
 
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError
-from minivllm.models.loader import FLOATS, tensors_in
+from minivllm.models.loader import FLOATS, tensors_read
 from minivllm.models.lora_config import LORA, MERGE_ELSEWHERE, TENSORS, read_lora_config
 from minivllm.naming import listed
 
@@ -70,7 +70,7 @@ class Adapter:
         self._folder, self._key, self._config = folder, key, read_lora_config(folder)
         self.changes: defaultdict[str, Change] = defaultdict(Change)
         problems: Problems = defaultdict(list)
-        for name, tensor in tensors_in(folder / TENSORS):
+        for name, tensor in tensors_read(folder / TENSORS):
             self._take(name, tensor, problems)
         for target, change in self.changes.items():
             self._check(target, change, problems)

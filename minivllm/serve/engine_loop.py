@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import generate_latest
 
+from minivllm.core.lora_request import LoRARequest
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
@@ -242,7 +243,7 @@ class EngineLoop:
             return engine.add_lora(message.lora_request)
         if isinstance(message, RemoveLora):
             waiting = (one.add.lora_request for one in (*self._adds, *self._placeless))
-            if any(its is not None and its.lora_int_id == message.lora_id for its in waiting):
+            if any(isinstance(its, LoRARequest) and its.lora_int_id == message.lora_id for its in waiting):
                 raise RequestError(f"lora_int_id={message.lora_id} is not removed under waiting requests that have it")
             return engine.remove_lora(message.lora_id)
         if isinstance(message, ListLoras):
@@ -274,12 +275,12 @@ class EngineLoop:
         """Whether there is no place for its adapter. It then waits apart, so that others need not wait for it: at most
         as many as run at once, from when on only its own adapter's go before it. ``full``: adapters without a place."""
         adapter = adding.add.lora_request
-        if adapter is None or adding.done:
+        if not isinstance(adapter, LoRARequest) or adding.done:  # the engine refuses what is neither one nor None
             return False
         its, first = adapter.lora_int_id, self._placeless[0].add.lora_request if self._placeless else adapter
         assert first is not None
         waits = its != first.lora_int_id and self._overtaken >= self.engine.config.scheduler.max_num_seqs
-        if waits or its in full or not self.engine.has_room_for(adapter):
+        if waits or its in full or not self.engine.fitting_loras([adapter]):
             full.add(its)
             self._placeless.append(adding)
             return True
@@ -307,6 +308,7 @@ class EngineLoop:
         if len(first.dropped) < len(add.request_ids):
             if (error := self._add(first)) is not None:
                 self._adds.popleft()
+                self._bring_back()  # its first prompts may have had a place
                 return [(add.request_ids[0], error)]
             if first.done < len(add.request_ids):
                 return []

@@ -363,6 +363,9 @@ def test_an_async_engine(llm: LLM, adapters: list[LoRARequest], says: dict[str, 
             assert await engine.remove_lora(1) is True and await engine.remove_lora(1) is False
             with pytest.raises(RequestError, match="lora_path=/nowhere does not exist"):
                 await engine.add_lora(replace(sql, lora_path="/nowhere"))
+            wrong: Any = "sql"
+            with pytest.raises(RequestError, match=r"lora_request='sql' is not LoRARequest"):
+                await engine.generate(["w"], [PROMPT], params, lora_request=wrong)
             long = params.clone(max_tokens=900)
             runs = [await engine.generate([one.lora_name], [PROMPT], long, lora_request=one) for one in (sql, poet)]
             with pytest.raises(BusyError, match="all of max_loras=2"):
