@@ -210,24 +210,24 @@ def find_weights(
     else:  # ranks may run in another folder
         folder, key = Path(os.path.abspath(os.path.expanduser(weights_path))), "weights_path"
     registry = default_registry()
-    name = registry.model_for_architecture(model_config.architecture).name
-    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key, lora)
+    model_class = registry.model_class_for(model_config.architecture)
+    check_folder(folder, model_config, model_class, registry.read_config, key, lora)
     return None if weights_path is None else folder  # each rank finds its own itself
 
 
-def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str) -> Path:
-    """The folder of a request's LoRA adapter, after all checks that are possible before a rank reads it.
+def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str, key: str = "lora_path") -> Path:
+    """The folder of a request's LoRA adapter, whose path ``key`` gives, after all checks that are possible before a
+    rank reads it.
 
     Raises:
         CheckpointError: it has no adapter, or none of this model that single requests may have.
     """
-    from minivllm.models.request_adapters import PATH, check_adapter
+    from minivllm.models.request_adapters import check_adapter
     from minivllm.plugins.manager import default_registry
 
-    folder = Path(os.path.abspath(adapter_folder(path, PATH)))  # ranks may run in another one
-    registry = default_registry()
-    model_class = registry.resolve("model", registry.model_for_architecture(model_config.architecture).name)
-    check_adapter(folder, model_config, model_class, config.max_lora_rank)
+    folder = Path(os.path.abspath(adapter_folder(path, key)))  # ranks may run in another one
+    model_class = default_registry().model_class_for(model_config.architecture)
+    check_adapter(folder, model_config, model_class, config.max_lora_rank, key)
     return folder
 
 

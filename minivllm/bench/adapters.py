@@ -29,8 +29,8 @@ def load_random_adapters(engine: LLMEngine, options: WorkloadOptions) -> list[Lo
     from minivllm.models.request_adapters import write_random_adapter
     from minivllm.plugins.manager import default_registry
 
-    config, registry, made = engine.config, default_registry(), []
-    model_class = registry.resolve("model", registry.model_for_architecture(engine.model_config.architecture).name)
+    config, made = engine.config, []
+    model_class = default_registry().model_class_for(engine.model_config.architecture)
     for number in range(1, 1 + (options.num_adapters or 0)):
         with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
             write_random_adapter(Path(folder), engine.model_config, model_class, config.max_lora_rank, number)

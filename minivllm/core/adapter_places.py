@@ -76,7 +76,8 @@ class AdapterPlaces:
         return fit
 
     def make_room(self, request: LoRARequest) -> tuple[int, Path]:
-        """A place in which an adapter is to be loaded, also again, and the folder. Who had the place has lost it.
+        """A place in which an adapter is to be loaded, also again, and the folder. Who has the place loses it when the
+        adapter is entered there.
 
         Raises:
             RequestError: it cannot be loaded. BusyError: unfinished requests have all places.
@@ -87,15 +88,15 @@ class AdapterPlaces:
             folder = self._folder_of(request)
         except CheckpointError as error:
             raise RequestError(str(error)) from error
-        if (its := self._loaded.pop(request.lora_int_id, None)) is not None:
+        if (its := self._loaded.get(request.lora_int_id)) is not None:
             return its.place, folder
         most, taken = self._config.max_loras, {its.place for its in self._loaded.values()}
         if len(taken) < most:
             return next(place for place in range(1, most + 1) if place not in taken), folder
         used = self._used()
-        for adapter_id in self._loaded:
+        for adapter_id, its in self._loaded.items():
             if adapter_id not in used:
-                return self._loaded.pop(adapter_id).place, folder
+                return its.place, folder
         raise BusyError(
             f"all of max_loras={most} adapters are in use by unfinished requests; raise max_loras, or ask again when "
             "some have finished"
@@ -103,6 +104,7 @@ class AdapterPlaces:
 
     def enter(self, request: LoRARequest, place: int) -> LoadedAdapter:
         """It is loaded there."""
+        self._loaded = {adapter_id: its for adapter_id, its in self._loaded.items() if its.place != place}
         its = self._loaded[request.lora_int_id] = LoadedAdapter(request, place, next(self._numbers))
         return its
 

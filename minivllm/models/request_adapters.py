@@ -26,8 +26,6 @@ from minivllm.models.loader import targets_of
 from minivllm.models.lora import Adapter, Change, Problems
 from minivllm.models.lora_config import CONFIG, TENSORS
 
-PATH = "lora_path"  # what names the folder of a request's adapter
-
 
 class _Fitting(NamedTuple):
     """A linear layer's part, and what an adapter has for it."""
@@ -56,7 +54,7 @@ def load_adapter(model: Model, model_config: ModelConfig, place: int, folder: Pa
     Raises:
         CheckpointError: as ``check_adapter``; nothing was written.
     """
-    fitting = _fitting(model, Adapter(folder, model_config, PATH), rank)
+    fitting = _fitting(model, Adapter(folder, model_config, "lora_path"), rank)
     for _, module in usual_products(cast(nn.Module, model)):
         assert module.adapters is not None
         module.adapters.clear(place)
@@ -67,16 +65,13 @@ def load_adapter(model: Model, model_config: ModelConfig, place: int, folder: Pa
         module.adapters.load(place, shard_id, change.a.float(), b, norm)
 
 
-def check_adapter(folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int) -> None:
-    """Read all of an adapter, and compare it with the model.
+def check_adapter(folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int, key: str) -> None:
+    """Read all of an adapter, whose path ``key`` gives, and compare it with the model.
 
     Raises:
         CheckpointError: it is none, none of this model, of a higher rank, or it has more than linear layers can add.
     """
-    adapter = Adapter(folder, model_config, PATH)
-    with torch.device("meta"):
-        model = model_class(model_config, TensorParallel())
-    _fitting(model, adapter, rank)
+    _fitting(_without_weights(model_class, model_config), Adapter(folder, model_config, key), rank)
 
 
 def write_random_adapter(
@@ -85,8 +80,7 @@ def write_random_adapter(
     """Write an adapter of this rank, in PEFT's format and bfloat16, for all linear layers that take one."""
     from safetensors.torch import save_file
 
-    with torch.device("meta"):
-        model = cast(nn.Module, model_class(model_config, TensorParallel()))
+    model = cast(nn.Module, _without_weights(model_class, model_config))
     products = {id(module.weight) for _, module in usual_products(model)}
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, (_, param, shard_id) in targets_of(model, getattr(model, "packed", None) or {}).items():
@@ -97,6 +91,11 @@ def write_random_adapter(
                 tensors[f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"] = part
     save_file(tensors, folder / TENSORS)
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+
+
+def _without_weights(model_class: type[Model], model_config: ModelConfig) -> Model:
+    with torch.device("meta"):
+        return model_class(model_config, TensorParallel())
 
 
 def _fitting(model: Model, adapter: Adapter, rank: int) -> list[_Fitting]:

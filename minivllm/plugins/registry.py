@@ -222,6 +222,10 @@ class Registry:
             self._warned.add(line)
             self.tell(line)
 
+    def model_class_for(self, architecture: str) -> Any:
+        """The class of ``model_for_architecture``. Raises as it and ``resolve`` do."""
+        return self.resolve("model", self.model_for_architecture(architecture).name)
+
     def model_for_architecture(self, architecture: str) -> ModelComponent:
         """The model for an architecture named in config.json. Raises CheckpointError naming the hook to write."""
         known = {a: e.component for e in self.entries("model") for a in _architectures(e.component)}

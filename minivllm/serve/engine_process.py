@@ -25,7 +25,7 @@ from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import CheckpointError, ConfigError, MinivllmError, by_name
+from minivllm.errors import ConfigError, MinivllmError, by_name
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, ServerOptions, Serving
@@ -89,14 +89,10 @@ def _check_lora(config: EngineConfig, options: ServeOptions) -> None:
 
 def _find_adapters(config: EngineConfig, options: ServeOptions, model_config: ModelConfig) -> tuple[LoRARequest, ...]:
     """All of ``lora_modules``, in folders. Raises CheckpointError if one cannot be used, before weights are read."""
-    found = []
-    for number, (name, path) in enumerate(options.lora_modules.items(), start=1):
-        try:
-            folder = find_adapter(config, model_config, path)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace("lora_path", f"lora_modules.{name}", 1)) from None
-        found.append(LoRARequest(name, number, str(folder)))
-    return tuple(found)
+    return tuple(
+        LoRARequest(name, number, str(find_adapter(config, model_config, path, f"lora_modules.{name}")))
+        for number, (name, path) in enumerate(options.lora_modules.items(), start=1)
+    )
 
 
 def _go(

@@ -96,7 +96,7 @@ class ModelConformance(Conformance):
         """The model without an engine, its memory filled with NaN before weights are loaded."""
         registry = default_registry()
         config = read_model_config(checkpoint, registry.read_config)
-        model_class = registry.resolve("model", registry.model_for_architecture(config.architecture).name)
+        model_class = registry.model_class_for(config.architecture)
         try:
             with poisoned_memory():
                 model = build_model(model_class, config, TensorParallel(), "cpu", torch.float32, weights, 128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,10 +384,27 @@ def test_an_executor_that_takes_none(world: World, make: Callable[..., LLM], mon
         world.check(llm, [1])
     world.check(llm, [0])
 
+    assert llm.engine.list_loras() == set()
+    monkeypatch.undo()
+    world.check(llm, [1, 2, 3])
+
+    def changed(self: SingleExecutor, place: int, folder: Path) -> None:
+        raise RequestError("the folder has changed")
+
+    monkeypatch.setattr(SingleExecutor, "load_adapter", changed)
+    its = world.requests[2]
+    assert its is not None
+    for again in (replace(its, load_inplace=True), replace(its, lora_name="other", lora_int_id=9)):
+        with pytest.raises(RequestError, match="the folder has changed"):
+            llm.engine.add_lora(again)
+    assert llm.engine.list_loras() == {1, 2, 3}, "what a refused load would have replaced is still there"
+    world.check(llm, [1, 2, 3])
+
     def fails(self: SingleExecutor, place: int, folder: Path) -> None:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(SingleExecutor, "load_adapter", fails)
+    assert llm.engine.remove_lora(1)
     with pytest.raises(
         EngineDeadError, match="make a new engine: loading an adapter failed: OSError: the disk is gone"
     ):
