@@ -222,12 +222,16 @@ def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str, key
     Raises:
         CheckpointError: it has no adapter, or none of this model that single requests may have.
     """
+    import torch
+
+    from minivllm.executors.worker import resolve_device, resolve_dtype
     from minivllm.models.request_adapters import check_adapter
     from minivllm.plugins.manager import default_registry
 
     folder = Path(os.path.abspath(adapter_folder(path, key)))  # ranks may run in another one
     model_class = default_registry().model_class_for(model_config.architecture)
-    check_adapter(folder, model_config, model_class, config.max_lora_rank, key)
+    dtype = getattr(torch, resolve_dtype(config.dtype, resolve_device(config.device), model_config.dtype))
+    check_adapter(folder, model_config, model_class, config.max_lora_rank, dtype, key)
     return folder
 
 

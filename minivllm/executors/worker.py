@@ -178,7 +178,10 @@ class Worker:
             raise was_shut_down()
         with self._on_device(), torch.inference_mode():
             try:
-                load_adapter(self.runner.model, self.model_config, place, folder, self.config.max_lora_rank)
+                load_adapter(
+                    self.runner.model, self.model_config, place, folder, self.config.max_lora_rank,
+                    getattr(torch, self.dtype),
+                )  # fmt: skip
             except CheckpointError as error:  # the folder has changed since it was checked
                 raise RequestError(str(error)) from error
 

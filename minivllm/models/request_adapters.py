@@ -48,30 +48,33 @@ def add_places(model: Model, rows: AdapterRows, places: int, rank: int, dtype: t
         module.adapters = LinearAdapters(module.weight, rows, places, rank, dtype)
 
 
-def load_adapter(model: Model, model_config: ModelConfig, place: int, folder: Path, rank: int) -> None:
-    """Load an adapter into a place, in which there may be another.
+def load_adapter(
+    model: Model, model_config: ModelConfig, place: int, folder: Path, rank: int, dtype: torch.dtype
+) -> None:
+    """Load an adapter into a place, in which there may be another. ``rank``, ``dtype``: as given to ``add_places``.
 
     Raises:
         CheckpointError: as ``check_adapter``; nothing was written.
     """
-    fitting = _fitting(model, Adapter(folder, model_config, "lora_path"), rank)
+    fitting = _fitting(model, Adapter(folder, model_config, "lora_path"), rank, dtype)
     for _, module in usual_products(cast(nn.Module, model)):
         assert module.adapters is not None
         module.adapters.clear(place)
     for module, shard_id, change in fitting:
-        assert module.adapters is not None and change.a is not None and change.b is not None
+        assert module.adapters is not None
         norm: torch.Tensor | None = getattr(module, "folded_norm", None)
-        b = change.b.float() * change.factor
-        module.adapters.load(place, shard_id, change.a.float(), b, norm)
+        module.adapters.load(place, shard_id, *_scaled(change), norm)
 
 
-def check_adapter(folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int, key: str) -> None:
+def check_adapter(
+    folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int, dtype: torch.dtype, key: str
+) -> None:
     """Read all of an adapter, whose path ``key`` gives, and compare it with the model.
 
     Raises:
         CheckpointError: it is none, none of this model, of a higher rank, or it has more than linear layers can add.
     """
-    _fitting(_without_weights(model_class, model_config), Adapter(folder, model_config, key), rank)
+    _fitting(_without_weights(model_class, model_config), Adapter(folder, model_config, key), rank, dtype)
 
 
 def write_random_adapter(
@@ -93,12 +96,18 @@ def write_random_adapter(
     (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 
 
+def _scaled(change: Change) -> tuple[torch.Tensor, torch.Tensor]:
+    """A, and B times its factor, in float32."""
+    assert change.a is not None and change.b is not None
+    return change.a.float(), change.b.float() * change.factor
+
+
 def _without_weights(model_class: type[Model], model_config: ModelConfig) -> Model:
     with torch.device("meta"):
         return model_class(model_config, TensorParallel())
 
 
-def _fitting(model: Model, adapter: Adapter, rank: int) -> list[_Fitting]:
+def _fitting(model: Model, adapter: Adapter, rank: int, dtype: torch.dtype) -> list[_Fitting]:
     products = {id(module.weight): module for _, module in usual_products(cast(nn.Module, model))}
     targets = targets_of(cast(nn.Module, model), getattr(model, "packed", None) or {})
     found: list[_Fitting] = []
@@ -118,6 +127,8 @@ def _fitting(model: Model, adapter: Adapter, rank: int) -> list[_Fitting]:
             problems["misshapen"].append(f"for {name} {its} where the model has {list(shape or ())}")
         elif change.a is not None and len(change.a) > rank:
             problems[f"of a rank above max_lora_rank={rank}"].append(f"{name} of {len(change.a)}")
+        elif not all(part.to(dtype).isfinite().all() for part in _scaled(change)):  # other requests' rows would get NaN
+            problems[f"too large for {str(dtype).removeprefix('torch.')}"].append(name)
         else:
             found.append(_Fitting(module, shard_id, change))
     adapter.refuse("cannot be an adapter of single requests", problems)

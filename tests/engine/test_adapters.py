@@ -367,6 +367,19 @@ def test_requests_that_are_refused(world: World, make: Callable[..., LLM], tmp_p
     world.check(llm, [0, 1])
 
 
+@pytest.mark.parametrize(("dtype", "alpha"), [("float16", 2e6), ("float32", 1e41)])
+def test_what_is_too_large_for_the_dtype(
+    world: World, make: Callable[..., LLM], tmp_path: Path, dtype: str, alpha: float
+) -> None:
+    """In a kernel's block it would make NaN of other requests' rows, too."""
+    llm, large = make(dtype=dtype), LoRARequest("large", 9, str(tmp_path / "large"))
+    save_adapter(tmp_path / "large", world.folder, ["q_proj"], lora_alpha=alpha)
+    with pytest.raises(RequestError, match=f"2 too large for {dtype}: model.layers.0.self_attn.q_proj.weight"):
+        llm.engine.add_lora(large)
+    save_adapter(tmp_path / "large", world.folder, ["q_proj"], lora_alpha=1000)
+    assert llm.engine.add_lora(large)
+
+
 def test_values_of_the_keys() -> None:
     with pytest.raises(ConfigError, match="max_loras=0"):
         LLM("demo", device="cpu", enable_lora=True, max_loras=0)
