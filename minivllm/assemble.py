@@ -18,9 +18,9 @@ from minivllm.core.engine import LLMEngine
 from minivllm.core.interfaces import Sampler
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.overrides import definer
-from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
+from minivllm.errors import CheckpointError, ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
-from minivllm.models.lora_config import adapter_folder, lora_folder, read_lora_config
+from minivllm.models.lora_config import PATH, adapter_folder, lora_folder, read_lora_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
 from minivllm.rounding import cdiv
@@ -215,7 +215,7 @@ def find_weights(
     return None if weights_path is None else folder  # each rank finds its own itself
 
 
-def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str, key: str = "lora_path") -> Path:
+def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str, key: str = PATH) -> Path:
     """The folder of a request's LoRA adapter, whose path ``key`` gives, after all checks that are possible before a
     rank reads it.
 
@@ -231,7 +231,12 @@ def find_adapter(config: EngineConfig, model_config: ModelConfig, path: str, key
     folder = Path(os.path.abspath(adapter_folder(path, key)))  # ranks may run in another one
     model_class = default_registry().model_class_for(model_config.architecture)
     dtype = getattr(torch, resolve_dtype(config.dtype, resolve_device(config.device), model_config.dtype))
-    check_adapter(folder, model_config, model_class, config.max_lora_rank, dtype, key)
+    try:
+        check_adapter(folder, model_config, model_class, config.max_lora_rank, dtype, key)
+    except CheckpointError as error:
+        if str(error).startswith(key):
+            raise
+        raise CheckpointError(f"{key}: {error}") from error  # it names a file
     return folder
 
 

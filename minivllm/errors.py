@@ -45,6 +45,10 @@ class BusyError(RequestError):
     whole_request = True
 
 
+class AdapterError(RequestError):
+    """A request's LoRA adapter that cannot be used: there is none, it does not fit, or its folder has changed."""
+
+
 class ContextLengthError(RequestError):
     """A prompt that exceeds ``max_model_len``, alone or together with ``max_tokens``."""
 
@@ -87,7 +91,7 @@ def of_prompt(error: RequestError, prompts: Sequence[object], index: int) -> Req
     """The error with the prompt's index added, if there are several prompts."""
     if len(prompts) == 1:
         return error
-    kind = ContextLengthError if isinstance(error, ContextLengthError) else RequestError
+    kind = type(error) if isinstance(error, ContextLengthError | AdapterError) else RequestError
     return kind(f"{which_of(prompts, index)}{error}")
 
 

@@ -34,6 +34,11 @@ _LINE_IS = "one prompt: a string in quotes, or an object with prompt or prompt_t
 _TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
 _OTHERS = {  # keys of other programs' files, each with what to do instead
     "best_of": "repeat the line",
+    "adapter": "the key is lora_path",
+    "adapter_path": "the key is lora_path",
+    "lora": "the key is lora_path",
+    "lora_name": "the key is lora_path",
+    "lora_request": "the key is lora_path",
     "max_completion_tokens": "type max_tokens=... once",
     "max_new_tokens": "type max_tokens=... once",
     "messages": "LLM.chat takes them, and the server",
@@ -124,6 +129,9 @@ def _json_prompt(line: str, where: str) -> Asked:
         return Asked(item)
     if not isinstance(item, dict):
         raise ConfigError(f"{where} is {shown(item)}; each line is {_LINE_IS}")
+    for key in item.keys() - _LINE_KEYS:
+        if meant := difflib.get_close_matches(key, _LINE_KEYS, n=1, cutoff=0.85):
+            raise ConfigError(f"{where} has {key}; did you mean {meant[0]}?")
     if refused := [k for k in item if k not in _LINE_KEYS and (k in _OTHERS or _parameters_like(k))]:
         instead = _OTHERS.get(refused[0]) or f"type {_parameters_like(refused[0])[0]}=... once"
         raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; {instead}")

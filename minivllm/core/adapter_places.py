@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import BusyError, CheckpointError, RequestError, shown
+from minivllm.errors import AdapterError, BusyError, CheckpointError, RequestError, shown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,14 +80,14 @@ class AdapterPlaces:
         adapter is entered there.
 
         Raises:
-            RequestError: it cannot be loaded. BusyError: unfinished requests have all places.
+            AdapterError: it cannot be used. RequestError: unfinished requests have it. BusyError: they have all places.
         """
         if request.lora_int_id in self._loaded:
             self._refuse_used(request.lora_int_id, "is not loaded again")
         try:
             folder = self._folder_of(request)
         except CheckpointError as error:
-            raise RequestError(str(error)) from error
+            raise AdapterError(str(error)) from error
         if (its := self._loaded.get(request.lora_int_id)) is not None:
             return its.place, folder
         most, taken = self._config.max_loras, {its.place for its in self._loaded.values()}
@@ -109,7 +109,9 @@ class AdapterPlaces:
         return its
 
     def remove(self, adapter_id: int) -> bool:
-        """Whether it was loaded. Raises RequestError if an unfinished request has it."""
+        """Whether it was loaded. Raises RequestError if an unfinished request has it, or it is no number."""
+        if not isinstance(adapter_id, int):
+            raise RequestError(f"lora_int_id={shown(adapter_id)} is not a whole number")
         self._refuse_used(adapter_id, "is not removed")
         return self._loaded.pop(adapter_id, None) is not None
 

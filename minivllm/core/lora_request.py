@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minivllm.errors import RequestError, shown
 
@@ -12,12 +12,15 @@ from minivllm.errors import RequestError, shown
 class LoRARequest:
     """``lora_name`` is for people, ``lora_int_id``, from 1 on, tells adapters apart, ``lora_path`` is a folder in
     PEFT's format or a repository. ``load_inplace``: ``add_lora`` reads the folder again even if the adapter is loaded,
-    as one that is being trained. Raises RequestError for values of other kinds."""
+    as one that is being trained. Others of vLLM's fields are accepted only as None: an adapter is always for the
+    engine's model. Raises RequestError for values of other kinds."""
 
     lora_name: str
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False
+    base_model_name: None = field(default=None, kw_only=True, repr=False)
+    tensorizer_config_dict: None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -30,6 +33,9 @@ class LoRARequest:
             raise RequestError(f"lora_path={shown(path)} is not the path of a folder, nor ORG/NAME")
         if not isinstance(self.load_inplace, bool):
             raise RequestError(f"load_inplace={shown(self.load_inplace)} is not True or False")
+        for name in ("base_model_name", "tensorizer_config_dict"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name}={shown(getattr(self, name))} is not supported; leave it out")
 
     @property
     def name(self) -> str:

@@ -12,16 +12,19 @@ import torch
 
 from minivllm.core.interfaces import Executor
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import RequestError
+from minivllm.errors import AdapterError, RequestError
+from minivllm.models.lora_config import PATH
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.model_config import ModelConfig
+    from minivllm.executors.messages import Answer
     from minivllm.plugins.registry import Registry
 
 # Methods that ranks are told to call between steps (``StepTaker.call``), and what they are doing meanwhile.
 DOING = {
     "load_adapter": "loading an adapter",
+    "read_adapter": "reading an adapter",
     "reload_weights": "loading weights",
     "sleep": "falling asleep",
     "wake_up": "waking up",
@@ -34,8 +37,9 @@ class ElsewhereExecutor(Executor):
     name: ClassVar[str]  # as users type it
 
     @abstractmethod
-    def tell_all(self, method: str, argument: str) -> None:
-        """Have all ranks call one of ``DOING``, and return when they have. Raises EngineDeadError if one fails."""
+    def tell_all(self, method: str, argument: str) -> list[Answer]:
+        """Have all ranks call one of ``DOING``; returns their answers when all have. Raises EngineDeadError if one
+        fails."""
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         if weights is not None and not isinstance(weights, Path):
@@ -46,7 +50,12 @@ class ElsewhereExecutor(Executor):
         self.tell_all("reload_weights", str(weights or ""))
 
     def load_adapter(self, place: int, folder: Path) -> None:
-        self.tell_all("load_adapter", f"{place} {folder}")
+        answers = self.tell_all("read_adapter", str(folder))
+        if refused := [answer.refused for answer in answers if answer.refused]:
+            raise AdapterError(refused[0])
+        if len({answer.read for answer in answers}) > 1:
+            raise AdapterError(f"{PATH}={folder} was written to while ranks read it; ask again when it is complete")
+        self.tell_all("load_adapter", str(place))
 
     def sleep(self, level: int) -> None:
         self.tell_all("sleep", str(level))

@@ -66,12 +66,20 @@ class Pulse(msgspec.Struct, tag=True):
     place: Still  # of the thread that starts it and runs steps
 
 
+class Answer(msgspec.Struct, frozen=True):
+    """Of a rank. ``read``: a fingerprint of what it has read; ``refused``: why it has not, and goes on as it was."""
+
+    read: str = ""
+    refused: str = ""
+
+
 class Ready(msgspec.Struct, tag=True):
-    """From a rank: it is ready for steps."""
+    """From a rank: it is ready for steps. ``answer``: to what it was told to do between them."""
 
     num_blocks: int
     about: dict[str, Any]
     notes: list[str]  # for the parent to log: plugins that are broken here but not there
+    answer: Answer = Answer()
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -21,7 +21,7 @@ from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.errors import ConfigError, MinivllmError, was_shut_down
 from minivllm.executors.elsewhere import DOING, ElsewhereExecutor, refuse_unsplittable
 from minivllm.executors.group import open_store
-from minivllm.executors.messages import Build, Hello
+from minivllm.executors.messages import Answer, Build, Hello
 from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
@@ -178,12 +178,12 @@ class MultiprocExecutor(ElsewhereExecutor):
 
     # ------------------------------------------------------------------ the rest
 
-    def tell_all(self, method: str, argument: str) -> None:
+    def tell_all(self, method: str, argument: str) -> list[Answer]:
         self._check_alive()
         self._ranks.begin_again()
         self._tell(pack_call(method, argument))
         try:
-            self._ranks.wait_ready(DOING[method])
+            return [ready.answer for ready in self._ranks.wait_ready(DOING[method])]
         except MinivllmError as error:
             raise self._died(error) from None
 

@@ -86,9 +86,9 @@ class RankProcess:
 
     def _call(self, taker: StepTaker, method: str, argument: str) -> None:
         self._progress = Progress(threading.main_thread().ident)
-        taker.call(method, argument)
+        answer = taker.call(method, argument)
         self._progress = None
-        self.link.send(Ready(taker.worker.num_blocks, taker.worker.describe(), []))
+        self.link.send(Ready(taker.worker.num_blocks, taker.worker.describe(), [], answer))
 
     def _profile(self, taker: StepTaker, running: contextlib.ExitStack, file: str) -> None:
         if self.hello.rank > 0:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, one_line, was_shut_down
 from minivllm.executors.elsewhere import DOING, ElsewhereExecutor, refuse_unsplittable
-from minivllm.executors.messages import Build, Failed, Ready, decode, encode
+from minivllm.executors.messages import Answer, Build, Failed, Ready, decode, encode
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import Failures, Hearts
@@ -114,12 +114,13 @@ class RayExecutor(ElsewhereExecutor):
         self.check_health()
         self._launched |= self._tell(pack_masks(masks))  # belongs to the step, which waits for it
 
-    def tell_all(self, method: str, argument: str) -> None:
+    def tell_all(self, method: str, argument: str) -> list[Answer]:
         self.check_health()
         self._hearts.begin(DOING[method])
         calls = {actor.call.remote(method, argument): rank for rank, actor in enumerate(self._actors)}
-        self._gather(calls, time_limit=None)
+        said = map(decode, self._gather(calls, time_limit=None))
         self._hearts.starting = False
+        return [ready.answer for ready in said if isinstance(ready, Ready)]
 
     def _tell(self, message: Any) -> dict[Any, int]:
         if len(message) > _PUT:

@@ -71,11 +71,11 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def call(self, method: str, argument: str) -> bytes:
-        """Empty, or why it failed."""
+        """That it is ready for steps, or why it failed."""
         self.progress = Progress(threading.get_ident())
         try:
-            self.taker.call(method, argument)
-            return b""
+            answer = self.taker.call(method, argument)
+            return encode(Ready(self.taker.worker.num_blocks, self.taker.worker.describe(), [], answer))
         except BaseException as error:
             self.failed = encode(Failed.of(error, self.taker.doing))
             return self.failed

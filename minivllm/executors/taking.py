@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minivllm.errors import AdapterError
 from minivllm.executors.elsewhere import DOING
+from minivllm.executors.messages import Answer
 from minivllm.executors.step_bytes import unpack_batch, unpack_masks
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
     from minivllm.executors.worker import Worker
+    from minivllm.models.request_adapters import FittingAdapter
 
 
 class StepTaker:
@@ -20,6 +23,7 @@ class StepTaker:
         self.worker = worker
         self.doing = "before its first step"  # for the error message if it dies
         self._last: tuple[int, StepHandle]
+        self._adapter: FittingAdapter  # read, and not loaded yet
 
     def take(self, message: bytearray) -> tuple[int, StepHandle] | None:
         """Launch a packed step, or let a guided one sample with the masks that follow it. Returns the step's number and
@@ -33,16 +37,23 @@ class StepTaker:
         self._last = batch.step, self.worker.launch(batch)
         return None if batch.guided else self._last
 
-    def call(self, method: str, argument: str) -> None:
-        """``Executor``'s method of this name, between steps. ``argument``: a checkpoint's folder, "" for the one that
-        the worker started with; a place and a folder; a level; tags."""
+    def call(self, method: str, argument: str) -> Answer:
+        """``Worker``'s method of this name, between steps. ``argument``: a checkpoint's folder, "" for the one that the
+        worker started with; an adapter's folder; a place; a level; tags."""
         self.doing = f"while {DOING[method]}"
         if method == "reload_weights":
             self.worker.reload_weights(Path(argument) if argument else None)
+        elif method == "read_adapter":
+            try:
+                self._adapter = self.worker.read_adapter(Path(argument))
+            except AdapterError as error:
+                return Answer(refused=str(error))
+            return Answer(read=self._adapter.fingerprint)
         elif method == "load_adapter":
-            place, _, folder = argument.partition(" ")
-            self.worker.load_adapter(int(place), Path(folder))
+            self.worker.load_adapter(int(argument), self._adapter)
+            del self._adapter
         elif method == "sleep":
             self.worker.sleep(int(argument))
         else:
             self.worker.wake_up(argument.split(","))
+        return Answer()

@@ -23,7 +23,7 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampler_overrides import undoes_sample
 from minivllm.cores import usable_cores
-from minivllm.errors import CheckpointError, ConfigError, PluginError, RequestError, calling, was_shut_down
+from minivllm.errors import AdapterError, CheckpointError, ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
@@ -40,7 +40,7 @@ from minivllm.models.loader import build_model, renew_copies
 from minivllm.models.lora import Adapter
 from minivllm.models.lora_config import lora_folder
 from minivllm.models.reloading import outside_inference_mode, reload_model
-from minivllm.models.request_adapters import add_places, load_adapter
+from minivllm.models.request_adapters import FittingAdapter, add_places
 from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -172,18 +172,20 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
 
-    def load_adapter(self, place: int, folder: Path) -> None:
-        """See ``Executor.load_adapter``; from any thread, like ``launch``."""
+    def read_adapter(self, folder: Path) -> FittingAdapter:
+        """For ``load_adapter``. Raises AdapterError if the folder has changed since it was checked."""
         if self.runner is None:
             raise was_shut_down()
+        model, dtype = self.runner.model, getattr(torch, self.dtype)
+        try:
+            return FittingAdapter(model, self.model_config, folder, self.config.max_lora_rank, dtype)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from error
+
+    def load_adapter(self, place: int, adapter: FittingAdapter) -> None:
+        """See ``Executor.load_adapter``; from any thread, like ``launch``."""
         with self._on_device(), torch.inference_mode():
-            try:
-                load_adapter(
-                    self.runner.model, self.model_config, place, folder, self.config.max_lora_rank,
-                    getattr(torch, self.dtype),
-                )  # fmt: skip
-            except CheckpointError as error:  # the folder has changed since it was checked
-                raise RequestError(str(error)) from error
+            adapter.load(place)
 
     def _checkpoint(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the engine's own checkpoint, with its adapter merged."""

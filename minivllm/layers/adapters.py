@@ -27,6 +27,11 @@ class LinearAdapters:
         self._a = torch.zeros((places, width, inner), dtype=dtype, device=weight.device)
         self._b = torch.zeros((places, out, width), dtype=dtype, device=weight.device)
 
+    @staticmethod
+    def nbytes(weight: nn.Parameter, places: int, rank: int, dtype: torch.dtype) -> int:
+        """What they take."""
+        return places * len(pieces_of(weight)) * rank * sum(weight.shape) * dtype.itemsize
+
     @property
     def active(self) -> bool:
         return self._rows.order is not None

@@ -151,7 +151,7 @@ def read_quantization(path: Path) -> Fp8Config | None:
 def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # invalid JSON or invalid UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # invalid JSON or invalid UTF-8, or nested too deeply
         raise CheckpointError(f"{file} is not readable as JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a JSON {type(value).__name__} where an object is expected")

@@ -145,11 +145,14 @@ class Adapter:
                 problems["for no tensor of the checkpoint"] += change.names
         self.refuse("does not fit the checkpoint", problems)
 
+    def __str__(self) -> str:
+        return f"{self._key}={self._folder}"
+
     def refuse(self, what: str, problems: Problems) -> None:
         """Raises CheckpointError if there is any problem: what is wrong -> of which tensors."""
         found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
         if found:
             raise CheckpointError(
-                f"{self._key}={self._folder} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this "
+                f"{self} {what}; of its tensors {'; '.join(found)}. Is it an adapter of this "
                 f"model, and complete? If so, {MERGE_ELSEWHERE}"
             )

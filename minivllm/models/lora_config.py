@@ -18,7 +18,7 @@ from minivllm.errors import CheckpointError, shown
 from minivllm.models.checkpoint import download, read_json, readable
 from minivllm.naming import is_repository
 
-LORA = "model.lora"  # the key that names one to merge
+LORA, PATH = "model.lora", "lora_path"  # the keys that name one to merge, and a request's
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE_ELSEWHERE = "merge it with PEFT's merge_and_unload and save_pretrained, and pass that folder as model.path"
 
@@ -66,8 +66,9 @@ def adapter_folder(name: str, key: str = LORA) -> Path:
         if folder.is_file():
             raise CheckpointError(f"{key}={name} is a file; pass the folder that holds it ({key}={folder.parent})")
         if not folder.is_dir():
-            if not is_repository(name):
-                raise CheckpointError(f"{key}={name} does not exist; pass a folder that holds {CONFIG}, or ORG/NAME")
+            if folder.exists() or not is_repository(name):
+                what = "is no folder" if folder.exists() else "does not exist"
+                raise CheckpointError(f"{key}={name} {what}; pass a folder that holds {CONFIG}, or ORG/NAME")
             folder = download(name, key=key)
         _check_files(folder, key)
     return folder

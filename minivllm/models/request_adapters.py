@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+import xxhash
 from torch import nn
 
 from minivllm.core.adapter_rows import AdapterRows
 from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError
+from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.adapters import LinearAdapters
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.parameter import ShardId, whole_of
 from minivllm.layers.usual import usual_products
 from minivllm.models.loader import targets_of
 from minivllm.models.lora import Adapter, Change, Problems
-from minivllm.models.lora_config import CONFIG, TENSORS
+from minivllm.models.lora_config import CONFIG, PATH, TENSORS
 
 
-class _Fitting(NamedTuple):
+class _Part(NamedTuple):
     """A linear layer's part, and what an adapter has for it."""
 
     module: LinearBase
@@ -44,37 +45,61 @@ def add_places(model: Model, rows: AdapterRows, places: int, rank: int, dtype: t
             f"enable_lora=true: {type(model).__name__} has no linear layer of minivllm.layers that takes adapters; "
             "leave it out"
         )
-    for _, module in products:
-        module.adapters = LinearAdapters(module.weight, rows, places, rank, dtype)
+    try:
+        for _, module in products:
+            module.adapters = LinearAdapters(module.weight, rows, places, rank, dtype)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one of the former, and so is a CPU's
+        nbytes = sum(LinearAdapters.nbytes(module.weight, places, rank, dtype) for _, module in products)
+        raise ConfigError(
+            f"max_loras={places} of max_lora_rank={rank} take {nbytes / 2**30:.1f} GiB beside the weights, and there "
+            "is no room for that; lower one of them"
+        ) from error
 
 
-def load_adapter(
-    model: Model, model_config: ModelConfig, place: int, folder: Path, rank: int, dtype: torch.dtype
-) -> None:
-    """Load an adapter into a place, in which there may be another. ``rank``, ``dtype``: as given to ``add_places``.
+class FittingAdapter:
+    """The adapter in a folder, which ``key`` names, all of it read and compared with a model, which may be one without
+    weights. ``rank``, ``dtype``: as given to ``add_places``.
 
     Raises:
-        CheckpointError: as ``check_adapter``; nothing was written.
+        CheckpointError: it is none, none of this model, of a higher rank, or it has more than linear layers can add.
     """
-    fitting = _fitting(model, Adapter(folder, model_config, "lora_path"), rank, dtype)
-    for _, module in usual_products(cast(nn.Module, model)):
-        assert module.adapters is not None
-        module.adapters.clear(place)
-    for module, shard_id, change in fitting:
-        assert module.adapters is not None
-        norm: torch.Tensor | None = getattr(module, "folded_norm", None)
-        module.adapters.load(place, shard_id, *_scaled(change), norm)
+
+    def __init__(
+        self, model: Model, model_config: ModelConfig, folder: Path, rank: int, dtype: torch.dtype, key: str = PATH
+    ) -> None:
+        self._model = model
+        adapter = Adapter(folder, model_config, key)
+        self._parts = _parts(model, adapter, rank, dtype)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that it has: ranks that have read the same numbers have the same."""
+        digest = xxhash.xxh3_128()
+        for part in self._parts:
+            change = part.change
+            digest.update(repr((change.names, change.factor)).encode())
+            for tensor in (change.a, change.b):
+                assert tensor is not None
+                digest.update(repr((tensor.dtype, tensor.shape)).encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def load(self, place: int) -> None:
+        """Write it into a place of the model's layers, in which there may be another."""
+        for _, module in usual_products(cast(nn.Module, self._model)):
+            assert module.adapters is not None
+            module.adapters.clear(place)
+        for module, shard_id, change in self._parts:
+            assert module.adapters is not None
+            norm: torch.Tensor | None = getattr(module, "folded_norm", None)
+            module.adapters.load(place, shard_id, *_scaled(change), norm)
 
 
 def check_adapter(
     folder: Path, model_config: ModelConfig, model_class: type[Model], rank: int, dtype: torch.dtype, key: str
 ) -> None:
-    """Read all of an adapter, whose path ``key`` gives, and compare it with the model.
-
-    Raises:
-        CheckpointError: it is none, none of this model, of a higher rank, or it has more than linear layers can add.
-    """
-    _fitting(_without_weights(model_class, model_config), Adapter(folder, model_config, key), rank, dtype)
+    """Raises CheckpointError as ``FittingAdapter``."""
+    FittingAdapter(_without_weights(model_class, model_config), model_config, folder, rank, dtype, key)
 
 
 def write_random_adapter(
@@ -107,11 +132,12 @@ def _without_weights(model_class: type[Model], model_config: ModelConfig) -> Mod
         return model_class(model_config, TensorParallel())
 
 
-def _fitting(model: Model, adapter: Adapter, rank: int, dtype: torch.dtype) -> list[_Fitting]:
+def _parts(model: Model, adapter: Adapter, rank: int, dtype: torch.dtype) -> list[_Part]:
     products = {id(module.weight): module for _, module in usual_products(cast(nn.Module, model))}
     targets = targets_of(cast(nn.Module, model), getattr(model, "packed", None) or {})
-    found: list[_Fitting] = []
+    found: list[_Part] = []
     problems: Problems = defaultdict(list)
+    highest = 0
     for name, change in adapter.changes.items():
         _, param, shard_id = targets.get(name, ("", None, None))
         module = products.get(id(param))
@@ -121,15 +147,17 @@ def _fitting(model: Model, adapter: Adapter, rank: int, dtype: torch.dtype) -> l
         elif param is None:
             problems["for no tensor of the model"] += change.names
         elif module is None:
-            problems["for a tensor that is of no linear layer of the decoder"] += change.names
+            problems["for what takes none of single requests, as embeddings, experts and their routers"] += change.names
         elif change.shapes != {shape}:
             its = " and ".join(str(list(one)) for one in change.shapes)
             problems["misshapen"].append(f"for {name} {its} where the model has {list(shape or ())}")
         elif change.a is not None and len(change.a) > rank:
-            problems[f"of a rank above max_lora_rank={rank}"].append(f"{name} of {len(change.a)}")
+            highest = max(highest, len(change.a))
         elif not all(part.to(dtype).isfinite().all() for part in _scaled(change)):  # other requests' rows would get NaN
             problems[f"too large for {str(dtype).removeprefix('torch.')}"].append(name)
         else:
-            found.append(_Fitting(module, shard_id, change))
+            found.append(_Part(module, shard_id, change))
     adapter.refuse("cannot be an adapter of single requests", problems)
+    if highest:
+        raise CheckpointError(f"{adapter} is of rank {highest}; type max_lora_rank={highest}, which is {rank}")
     return found

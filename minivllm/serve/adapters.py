@@ -14,13 +14,13 @@ from dataclasses import replace
 from itertools import count
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import CheckpointError, RequestError, shown
-from minivllm.models.lora_config import adapter_folder
+from minivllm.errors import AdapterError, CheckpointError, RequestError, shown
+from minivllm.models.lora_config import PATH, adapter_folder
 from minivllm.naming import listing
 from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, asked_wrongly
 
-_NAME, _PATH = "lora_name", "lora_path"  # fields of a request
+_NAME = "lora_name"  # a field of a request, beside PATH
 
 
 class NamedAdapters:
@@ -57,14 +57,14 @@ class NamedAdapters:
                 raise ClientError(said, param=_NAME)
             try:
                 adapter = LoRARequest(name, next(self._ids), path)
-                folder = await asyncio.to_thread(adapter_folder, path, _PATH)  # it may have to be downloaded
+                folder = await asyncio.to_thread(adapter_folder, path, PATH)  # it may have to be downloaded
                 adapter = replace(adapter, lora_path=os.path.abspath(folder))
                 await self._engine.add_lora(adapter)
-            except CheckpointError as error:
+            except (CheckpointError, AdapterError) as error:
                 missing = not os.path.exists(os.path.expanduser(path))
-                raise ClientError(str(error), status=404 if missing else 400, param=_PATH) from None
+                raise ClientError(str(error), status=404 if missing else 400, param=PATH) from None
             except RequestError as error:
-                raise asked_wrongly(error, (_NAME, _PATH)) from None
+                raise asked_wrongly(error, (_NAME, PATH)) from None
             self._named[name] = adapter
             if before is not None:
                 with suppress(RequestError):  # requests have it: it leaves when its place is needed

@@ -284,7 +284,7 @@ class EngineLoop:
             full.add(its)
             self._placeless.append(adding)
             return True
-        self._overtaken += bool(self._placeless)
+        self._overtaken += adding.left if self._placeless else 0
         return False
 
     def _bring_back(self) -> None:

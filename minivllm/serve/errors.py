@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from minivllm.errors import BusyError, ContextLengthError, EngineDeadError, RequestError, printable
+from minivllm.errors import AdapterError, BusyError, ContextLengthError, EngineDeadError, RequestError, printable
 from minivllm.naming import listing
 from minivllm.serve.generation import Aborted, Interrupted
 
@@ -51,6 +51,9 @@ def asked_wrongly(
     message = str(error) if message is None else message
     if isinstance(error, BusyError):
         return ClientError(message, status=503, code="overloaded")
+    if isinstance(error, AdapterError):  # it was there when its name was given to it
+        said = f"this model's adapter had to leave its place, and can no longer be loaded: {message}"
+        return ClientError(said, status=500, code="adapter_lost")
     begins = _FIRST_WORD.match(message)
     param = begins[1] if begins and begins[1] in fields else None
     if param is None and _OF_PROMPT.match(message):

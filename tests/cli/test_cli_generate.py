@@ -77,6 +77,13 @@ def test_lines_and_jsonl() -> None:
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
         ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
         ('{"prompt": "a", "stopp": "b"}', "x, line 2 has stopp, which a prompts file cannot set; type stop="),
+        ('{"prompt": "a", "lora_paht": "b"}', "x, line 2 has lora_paht; did you mean lora_path?"),
+        ('{"prompt": "a", "prioritty": 1}', "x, line 2 has prioritty; did you mean priority?"),
+        ('{"prompt": "a", "lora": "b"}', "x, line 2 has lora, which a prompts file cannot set; the key is lora_path"),
+        (
+            '{"prompt": "a", "adapter": "b"}',
+            "x, line 2 has adapter, which a prompts file cannot set; the key is lora_p",
+        ),
         ('{"prompt": "a", "n": 2}', "x, line 2 has n, which a prompts file cannot set; repeat the line"),
         ('{"prompt": "a", "max_new_tokens": 2}', "which a prompts file cannot set; type max_tokens=... once"),
         ('{"prompt": 5}', "x, line 2: prompt=5 is not a string"),

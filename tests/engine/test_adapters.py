@@ -14,7 +14,9 @@ from helpers import edit_json, reference_tokens, save_adapter
 from safetensors.torch import load_file, save_file
 
 from minivllm import LLM, SamplingParams, cli
-from minivllm.errors import BusyError, ConfigError, EngineDeadError, RequestError
+from minivllm.errors import AdapterError, BusyError, ConfigError, EngineDeadError, RequestError
+from minivllm.executors.messages import Answer
+from minivllm.executors.multiproc import MultiprocExecutor
 from minivllm.layers.linear import _StackedLinear
 from minivllm.lora.request import LoRARequest
 from minivllm.models.checkpoint import DEMO
@@ -120,6 +122,39 @@ def test_on_two_ranks(world: World, make: Callable[..., LLM]) -> None:
     llm = make(tp=2)
     for _ in range(2):
         world.check(llm, [0, 1, 2, 3])
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_a_folder_that_changes_while_ranks_read_it(
+    world: World, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is refused; nothing was written, and the engine runs on."""
+    its = world.requests[1]
+    assert its is not None
+    llm, folder, tell_all = make(tp=2, max_loras=1), tmp_path / "moving", MultiprocExecutor.tell_all
+    save_adapter(folder, world.folder, ["q_proj"])
+    world.check(llm, [1])
+
+    def gone(self: MultiprocExecutor, method: str, argument: str) -> list[Answer]:
+        (folder / "adapter_model.safetensors").rename(tmp_path / "kept")
+        try:
+            return tell_all(self, method, argument)
+        finally:
+            (tmp_path / "kept").rename(folder / "adapter_model.safetensors")
+
+    def two_versions(self: MultiprocExecutor, method: str, argument: str) -> list[Answer]:
+        first, _ = tell_all(self, method, argument)
+        save_adapter(folder, world.folder, ["q_proj"], seed=9)
+        return [first, tell_all(self, method, argument)[1]]
+
+    for tells, why in ((gone, "moving/adapter_model.safetensors cannot be read"), (two_versions, "moving was written")):
+        monkeypatch.setattr(MultiprocExecutor, "tell_all", tells)
+        with pytest.raises(AdapterError, match=why):
+            llm.engine.add_lora(LoRARequest("moving", 9, str(folder)))
+        monkeypatch.undo()
+        assert llm.engine.list_loras() == {its.lora_int_id}
+        world.check(llm, [1])
+    assert llm.engine.add_lora(LoRARequest("moving", 9, str(folder)))
 
 
 def test_norms_that_are_folded_into_weights(
@@ -320,6 +355,13 @@ def test_what_is_no_request(given: tuple[Any, ...], why: str) -> None:
         LoRARequest(*given)
 
 
+@pytest.mark.parametrize("name", ["base_model_name", "tensorizer_config_dict"])
+def test_fields_that_change_nothing(name: str) -> None:
+    assert LoRARequest("a", 1, "x", **{name: None}) == LoRARequest("a", 1, "x")
+    with pytest.raises(RequestError, match=f"{name}='y' is not supported; leave it out"):
+        LoRARequest("a", 1, "x", **{name: "y"})
+
+
 def test_requests_that_are_refused(world: World, make: Callable[..., LLM], tmp_path: Path) -> None:
     llm = make(max_lora_rank=4)
 
@@ -341,9 +383,9 @@ def test_requests_that_are_refused(world: World, make: Callable[..., LLM], tmp_p
     refused([None], "2 prompts with 1 lora_requests; give one for all or one per prompt", 2)
     refused(LoRARequest("x", 7, "/nowhere"), "lora_path=/nowhere does not exist; pass a folder that holds adapter_conf")
     refused(LoRARequest("x", 7, str(world.folder)), r"lora_path=.* holds a checkpoint \(config.json\), no adapter")
-    refused(world.requests[2], r"4 of a rank above max_lora_rank=4: model.layers.0.mlp.down_proj.weight of 8")
-    refused(adapter(("q_proj", "lm_head")), "2 for a tensor that is of no linear layer of the decoder: .*lm_head")
-    refused(adapter(("q_proj", "embed_tokens")), "for a tensor that is of no linear layer of the decoder: .*embed_tok")
+    refused(world.requests[2], r"lora_path=.*/adapter1 is of rank 8; type max_lora_rank=8, which is 4$")
+    refused(adapter(("q_proj", "lm_head")), "2 for what takes none of single requests, as embeddings.*: .*lm_head")
+    refused(adapter(("q_proj", "embed_tokens")), "for what takes none of single requests.*embed_tok")
     refused(adapter(modules_to_save=["norm"]), "1 missing: norm, which modules_to_save names")
     whole = {"base_model.model.model.norm.weight": torch.ones(64)}
     refused(
@@ -363,7 +405,11 @@ def test_requests_that_are_refused(world: World, make: Callable[..., LLM], tmp_p
     refused(adapter(change=lambda its: its.update(nan)), "1 with infinity or NaN")
     broken = adapter()
     edit_json(Path(broken.lora_path) / "adapter_config.json", r="four")
-    refused(broken, "r='four'")
+    refused(broken, "lora_path: .*adapter_config.json: r='four'")
+    (Path(broken.lora_path) / "adapter_config.json").write_text("[" * 100_000)
+    refused(broken, "lora_path: .*adapter_config.json is not readable as JSON .maximum recursion depth")
+    with pytest.raises(RequestError, match=r"lora_int_id=\[1\] is not a whole number"):
+        llm.engine.remove_lora([1])  # type: ignore[arg-type]
     world.check(llm, [0, 1])
 
 
@@ -378,6 +424,13 @@ def test_what_is_too_large_for_the_dtype(
         llm.engine.add_lora(large)
     save_adapter(tmp_path / "large", world.folder, ["q_proj"], lora_alpha=1000)
     assert llm.engine.add_lora(large)
+
+
+def test_places_that_take_too_much(make: Callable[..., LLM]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_loras=1000000000 of max_lora_rank=16 take \d+\.\d GiB beside the weights"
+    ):
+        make(max_loras=1_000_000_000)
 
 
 def test_values_of_the_keys() -> None:

@@ -24,7 +24,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.models.checkpoint import download, fetch, read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import _refuse_too_large, build_model, iterate_safetensors
+from minivllm.models.loader import _refuse_too_large, build_model, iterate_safetensors, tensors_read
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.models.tokenizer import tokenizer_folder
 
@@ -557,3 +557,14 @@ def test_a_stacked_tensor_that_does_not_fit_is_named_as_the_checkpoint_does(tiny
         build_stacked(folder, weights.items(), TensorParallel())
     assert "1 missing: model.layers.0.mlp.gate_up.weight;" in str(caught.value)
     assert "qkv_proj.weight [127, 64] where the model has [256, 64]" in str(caught.value)
+
+
+def test_a_file_that_is_emptied_while_it_is_read(tmp_path: Path) -> None:
+    """As by a trainer, in place. A mapped one would end the process."""
+    saved = {name: torch.randn(4096) for name in "abc"}
+    save_file(saved, tmp_path / "file")
+    reading = tensors_read(tmp_path / "file")
+    read = dict([next(reading)])
+    (tmp_path / "file").write_bytes(b"")
+    read.update(reading)
+    assert all(torch.equal(read[name], its) for name, its in saved.items()) and read.keys() == saved.keys()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers import save_adapter
+from helpers import edit_json, save_adapter
 from running import OVERRIDES, Running, serving, told, until
 from streams import joined, streamed, whole
 from test_process import Process
@@ -18,8 +21,10 @@ from test_reload_weights import Asked
 
 from minivllm import LLM, SamplingParams, cli
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import BusyError, RequestError
+from minivllm.errors import BusyError, ContextLengthError, RequestError
 from minivllm.serve.async_engine import AsyncEngine
+from minivllm.serve.engine_loop import EngineLoop
+from minivllm.serve.messages import Abort, Add
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -168,6 +173,61 @@ def test_others_go_before_them_only_so_often(
     assert server.engine_loop._overtaken == 0
 
 
+def test_each_prompt_that_goes_before_them_counts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.slow_down(monkeypatch, 0.02)
+    run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
+    until(lambda: server.engine_loop.num_running == 2)
+    first = Asked(server, COMPLETIONS, **SHORT, model="chess")
+    until(lambda: server.engine_loop.num_waiting == 1)
+    assert server.post(COMPLETIONS, **SHORT | {"prompt": [PROMPT] * 3, "max_tokens": 1}, model="sql").status_code == 200
+    assert server.engine_loop._overtaken == 3
+    monkeypatch.undo()
+    assert [one.answer().status_code for one in (first, *run)] == [200, 200, 200]
+
+
+def test_a_batch_that_is_refused_leaves_its_place(llm: LLM, adapters: list[LoRARequest]) -> None:
+    """After its first prompt was accepted, when nobody else has its adapter any more."""
+    loop = EngineLoop(llm.engine, queue.SimpleQueue(), lambda message: None)
+    forever = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    def add(name: str, adapter: LoRARequest, *prompts: list[int]) -> None:
+        names = tuple(f"{name}{number}" for number in range(len(prompts)))
+        loop._do(Add(names, prompts, forever, None, 0, time.perf_counter(), adapter))
+
+    sql, poet, chess = adapters
+    for name, adapter in (("a", sql), ("b", poet), ("waits", chess)):
+        add(name, adapter, PROMPT)
+        assert loop._add_next() == ([(f"{name}0", None)] if name != "waits" else [])
+    add("refused", poet, PROMPT, [5] * 10_000)
+    assert loop._add_next() == []
+    loop._do(Abort(("b0",)))
+    assert len(loop._placeless) == 1
+    ((name, error),) = loop._add_next()
+    assert (name, type(error)) == ("refused0", ContextLengthError)
+    assert not loop._placeless and loop._add_next() == [("waits0", None)]
+    llm.engine.abort(["a0", "waits0"])
+    for number in llm.engine.list_loras():
+        llm.engine.remove_lora(number)
+
+
+def test_its_folder_is_gone_when_it_is_needed_again(
+    server: Running, adapters: list[LoRARequest], says: dict[str, str], tmp_path: Path
+) -> None:
+    """Its client has done nothing wrong, and others are answered."""
+    folder = tmp_path / "here"
+    shutil.copytree(path_of(adapters, "sql"), folder)
+    assert server.post(LOAD, lora_name="x", lora_path=str(folder)).status_code == 200
+    assert answer_of(server, "x") == says["sql"]
+    assert [answer_of(server, name) for name in ("poet", "chess")] == [says["poet"], says["chess"]]
+    folder.rename(tmp_path / "elsewhere")
+    error = told(server.post(COMPLETIONS, **SHORT, model="x"), 500, "had to leave its place, and can no longer be load")
+    assert (error["type"], error["code"]) == ("server_error", "adapter_lost")
+    assert answer_of(server, "poet") == says["poet"]
+    (tmp_path / "elsewhere").rename(folder)
+    assert answer_of(server, "x") == says["sql"]
+    assert server.post(UNLOAD, lora_name="x").status_code == 200
+
+
 def test_who_goes_away_waits_no_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     server.slow_down(monkeypatch, 0.02)
     run = [Asked(server, COMPLETIONS, **LONG, model=name) for name in ("sql", "poet")]
@@ -281,6 +341,7 @@ def test_what_cannot_be_loaded(
     there = path_of(adapters, "sql")
     told(server.post(LOAD, lora_name="x", lora_path="/nowhere"), 404, "/nowhere does not exist; pass a", "lora_path")
     told(server.post(LOAD, lora_name="x", lora_path="a\0b"), 404, "does not exist", "lora_path")
+    told(server.post(LOAD, lora_name="x", lora_path="/dev/null"), 400, "/dev/null is no folder; pass a", "lora_path")
     told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, "has no adapter_config.json", "lora_path")
     told(server.post(LOAD, lora_name="tiny", lora_path=there), 400, "is the name of the model itself", "lora_name")
     told(server.post(LOAD, lora_name="", lora_path=there), 400, "lora_name='' is not a name", "lora_name")
@@ -306,7 +367,7 @@ def test_a_rank_that_is_too_high(
     server: Running, says: dict[str, str], tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     save_adapter(tmp_path, tiny_checkpoint("qwen3"), ["q_proj"], rank=32)
-    said = "of a rank above max_lora_rank=16"
+    said = "is of rank 32; type max_lora_rank=32, which is 16"
     told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, said, "lora_path")
     assert answer_of(server, "sql") == says["sql"]
 
@@ -437,8 +498,9 @@ def test_a_wrong_command_line(typed: list[str], why: str, capsys: pytest.Capture
 
 
 def test_one_that_cannot_be_used_stops_the_start(
-    tiny_checkpoint: Callable[..., Path], adapters: list[LoRARequest], capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_checkpoint: Callable[..., Path], adapters: list[LoRARequest], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Whichever it is of more than there are places."""
     typed = ["serve", "port=0", "device=cpu", f"model.path={tiny_checkpoint('qwen3')}", *OVERRIDES, "enable_lora=true"]
     modules = [f"lora_modules.{one.lora_name}={one.lora_path}" for one in adapters]
@@ -447,4 +509,9 @@ def test_one_that_cannot_be_used_stops_the_start(
     assert "minivllm: lora_modules.bad=/no where does not exist; pass a folder that holds" in err
     assert err.count("\n") == 1
     assert cli.main([*typed, *modules, "max_lora_rank=2"]) == 1
-    assert "of a rank above max_lora_rank=2" in capsys.readouterr().err
+    assert "is of rank 4; type max_lora_rank=4, which is 2" in capsys.readouterr().err
+    folder = tmp_path / "bad"
+    shutil.copytree(adapters[0].lora_path, folder)
+    edit_json(folder / "adapter_config.json", r="four")
+    assert cli.main([*typed, *modules, f"lora_modules.bad={folder}"]) == 1
+    assert f"minivllm: lora_modules.bad: {folder}/adapter_config.json: r='four'" in capsys.readouterr().err
