@@ -49,6 +49,7 @@ _SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, the fastest GEMM kernel may differ from one size to the next
 _FLOP = 1e13  # of the layers' GEMMs: about 13 ms on a fast GPU. Larger steps hide most of their launch time
 _BETWEEN_FLOP = 6e11  # 0.9 ms: about the largest gap between two sizes, which is also the most padding allowed
+_ADAPTED_TIMES = 2  # these two, with LoRA adapters: launching takes longer, and a start that captures each size twice
 _RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3e13, 3.5e12  # per rank if there are several: the host needs 40 to 60 ms to launch
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured too, for hosts that launch slowly
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # above these, decode kernels are faster
@@ -113,16 +114,15 @@ class PromptGraphs:
         # Tokens of a sequence: at most max_model_len, which the block table's width is rounded up from.
         self.longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
         step = min(max_tokens, runner.num_slots * self.longest)
-        between = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
-        self.most_padding = between  # tokens of a step
-        most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
-        if tp.size > 1:
-            most = max(most, int(_RANKS_FLOP / flop))
-            self.most_padding = max(between, most)
         self.full = step if step * flop <= FULL_FLOP else 0
-        self.sizes = prompt_sizes(min(most, step), between, self.full)
+        self.sizes, self.most_padding = self._sizes(step, tp)
+        self.adapted_sizes, self.most_adapted_padding = self.sizes, self.most_padding
+        if tp.size == 1:
+            self.adapted_sizes, self.most_adapted_padding = self._sizes(step, tp, _ADAPTED_TIMES)
+        if runner.adapters is None:
+            self.adapted_sizes = []
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
-        top = self.sizes[-1] if self.sizes else 0
+        self._top = top = max(*self.sizes[-1:], *self.adapted_sizes[-1:], 0, 0)
         self.ends = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         self.positions, self.slot_mapping = (torch.zeros(top, dtype=torch.int64, device=device) for _ in range(2))
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding slot, which has no blocks
@@ -131,11 +131,21 @@ class PromptGraphs:
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
         few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self.longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
-        keys += [(size, _ADAPTED) for size in self.sizes] if runner.adapters is not None else []
+        keys += [(size, _ADAPTED) for size in self.adapted_sizes]
         packings = {key: self._packing(key, _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
         self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
         self._staged = {key: _Staged(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
         self._plans = {key: self._plan(key) for key in keys}
+
+    def _sizes(self, step: int, tp: TensorParallel, times: float = 1) -> tuple[list[int], int]:
+        """The sizes for steps of up to ``step`` tokens, and how many tokens of padding a step may have."""
+        between = _nearest_power_of_2(times * (_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / self.flop)
+        wanted = times * _FLOP / self.flop
+        most, padding = max(int(wanted), round(wanted / between) * between), between
+        if tp.size > 1:
+            most = max(most, int(_RANKS_FLOP / self.flop))
+            padding = max(between, most)
+        return prompt_sizes(min(most, step), between, self.full), padding
 
     def _packing(self, key: _Key, rows: int) -> Packing:
         (size, kind), none = key, np.zeros(rows, dtype=np.int32)
@@ -159,8 +169,8 @@ class PromptGraphs:
     def launch_all_kinds(self) -> None:
         """Launch the smallest step, the largest below ``_LARGE``, and all from there on, for ``compile_only``: together
         they use every kernel."""
-        small = [size for size in self.sizes if size < _LARGE]
         for key in self._plans:
+            small = [size for size in (self.adapted_sizes if key[1] == _ADAPTED else self.sizes) if size < _LARGE]
             if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
                 self._load(key, self._of_padding(key))
                 with rehearsal():
@@ -205,31 +215,33 @@ class PromptGraphs:
         d = batch.num_decodes
         if d > _MAX_DECODES or (d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT):
             return None
-        return None if self.sees_too_much(batch) else self._smallest(batch.num_tokens)
+        return None if self.sees_too_much(batch) else self._smallest(batch.num_tokens, batch)
 
     def sees_too_much(self, batch: Batch) -> bool:
         """Whether a prompt has a context for which the backend would rather not be captured."""
         most, d = self.runner.attention.most_captured_context, batch.num_decodes
         return most is not None and int((batch.num_computed + batch.num_new)[d:].max(initial=0)) > most
 
-    def _smallest(self, tokens: int) -> int | None:
-        if not self.sizes or tokens > self.sizes[-1]:
-            return None
-        size = next(size for size in self.sizes if size >= tokens)
-        return size if size - tokens <= self.most_padding else None
+    def _smallest(self, tokens: int, batch: Batch) -> int | None:
+        """The size for so many tokens of a step."""
+        sizes, padding = self.sizes, self.most_padding
+        if self.adapted_sizes and self.runner.has_adapters(batch):
+            sizes, padding = self.adapted_sizes, self.most_adapted_padding
+        size = next((size for size in sizes if size >= tokens), None)
+        return None if size is None or size - tokens > padding else size
 
     def takes_apart(self, batch: Batch) -> bool:
         """Whether this step of decodes and prompts should be launched as two, each a graph."""
         if not self.apart or not batch.num_decodes or self.size_for(batch) is not None:
             return False
-        return not self.sees_too_much(batch) and self._smallest(len(batch.token_ids)) is not None
+        return not self.sees_too_much(batch) and self._smallest(len(batch.token_ids), batch) is not None
 
     def key_for(self, batch: Batch) -> _Key | None:
         """The graph for this step; None as in ``size_for``."""
         size = self.size_for(batch)
         if size is None:
             return None
-        if self.runner.has_adapters(batch):
+        if self.adapted_sizes and self.runner.has_adapters(batch):
             return size, _ADAPTED
         if (size, _WHOLE) in self._graphs and not batch.num_decodes and not batch.num_computed.any():
             return size, _WHOLE
@@ -307,7 +319,7 @@ class PromptGraphs:
         if not self.sizes:
             return
         run, cache = self.runner, self.runner.attention.kv_cache
-        rows = min(max(_PROOF_ROWS, cdiv(self.sizes[-1], self.longest)), run.num_slots, num_blocks)
+        rows = min(max(_PROOF_ROWS, cdiv(self._top, self.longest)), run.num_slots, num_blocks)
         per_row = min(num_blocks // rows, run.block_table.shape[1])
         blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
         run.host_tables[:rows, :per_row] = blocks

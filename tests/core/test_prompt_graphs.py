@@ -36,7 +36,7 @@ def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
     made.sizes, made.full, made.most_padding, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
     made.runner = SimpleNamespace(attention=SimpleNamespace(most_captured_context=None))  # type: ignore[assignment]
-    made.runner.has_adapters = lambda batch: False  # type: ignore[method-assign]
+    made.adapted_sizes = []
     return made
 
 
@@ -70,6 +70,21 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
 ) -> None:
     assert graphs.size_for(step_batch(decodes, prompts)) == size
+
+
+def test_steps_with_adapters_have_sizes_of_their_own(graphs: PromptGraphs) -> None:
+    graphs.adapted_sizes, graphs.most_adapted_padding, graphs._graphs = [32, 2048], 1000, {}
+    for adapted, tokens, key in (
+        (False, 33, (64, "any")),
+        (True, 32, (32, "adapted")),
+        (True, 1047, None),
+        (True, 1048, (2048, "adapted")),
+        (True, 2049, None),
+        (False, 1700, None),
+        (True, 1700, (2048, "adapted")),
+    ):
+        graphs.runner.has_adapters = lambda batch, adapted=adapted: adapted  # type: ignore[method-assign, misc]
+        assert graphs.key_for(step_batch([], [tokens])) == key
 
 
 def test_prompts_of_long_contexts_are_no_graphs_if_the_backend_says_so(graphs: PromptGraphs) -> None:
@@ -118,12 +133,14 @@ def test_the_parts_of_a_batch_make_it_up() -> None:
     assert len(decodes.block_slots) == len(prompts.admitted_slots) == 2 and len(prompts.known_ids) == 9
 
 
-def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks: int = 1) -> PromptGraphs:
+def made_for(
+    weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks: int = 1, adapters: Any = None
+) -> PromptGraphs:
     """Of a rank with weights of these shapes, where another has so many for products, and so many bytes."""
     tensors = [(name, torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in weights.items()]
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
-        model=SimpleNamespace(named_parameters=lambda: tensors), attention=NO_WORDS, adapters=None,
+        model=SimpleNamespace(named_parameters=lambda: tensors), attention=NO_WORDS, adapters=adapters,
     )  # fmt: skip
     their = iter(others)
     tp = SimpleNamespace(size=ranks, minimum=lambda number, device: min(number, -next(their)))
@@ -155,7 +172,21 @@ def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, most: t
         made = made_for({"layer.weight": (weights, 1)}, (0, 0), ranks)
         assert made.sizes[-1] == tokens
         if ranks > 1:
-            assert all(made._smallest(each) for each in range(1, tokens + 1)), "rather than launch it"
+            assert all(made._smallest(each, step_batch([], [1])) for each in range(1, tokens + 1)), "not launched"
+
+
+def test_sizes_with_adapters() -> None:
+    """Of one rank they are further apart, and reach further; ranks capture all they do without."""
+    for weights, sizes in (
+        (44 * 10**7, [32, 64, 128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192]),
+        (13 * 10**9, [32, 64, 128, 256, 384, 512, 640, 768]),
+    ):
+        one = made_for({"layer.weight": (weights, 1)}, (0, 0), adapters=object())
+        assert one.adapted_sizes == sizes and one.sizes != sizes
+        assert one.positions.shape == (max(sizes),)
+        two = made_for({"layer.weight": (weights, 1)}, (0, 0), 2, adapters=object())
+        assert two.adapted_sizes == two.sizes
+        assert made_for({"layer.weight": (weights, 1)}, (0, 0)).adapted_sizes == []
 
 
 @pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])
