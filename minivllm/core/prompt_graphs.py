@@ -47,7 +47,7 @@ _TOLD = {_ANY: "", _WHOLE: " from their start", _FEW: ", few", _ADAPTED: " with 
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is for padding
 _SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, the fastest GEMM kernel may differ from one size to the next
-_FLOP = 1e13  # of the layers' GEMMs: about 13 ms on a fast GPU. Larger steps hide most of their launch time
+_LAYER_FLOP = 3.5e11  # of a layer's GEMMs: about 0.5 ms on a fast GPU. Larger steps hide most of their launch time
 _BETWEEN_FLOP = 6e11  # 0.9 ms: about the largest gap between two sizes, which is also the most padding allowed
 _ADAPTED_TIMES = 2  # these two, with LoRA adapters: launching takes longer, and a start that captures each size twice
 _RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3e13, 3.5e12  # per rank if there are several: the host needs 40 to 60 ms to launch
@@ -140,7 +140,7 @@ class PromptGraphs:
     def _sizes(self, step: int, tp: TensorParallel, times: float = 1) -> tuple[list[int], int]:
         """The sizes for steps of up to ``step`` tokens, and how many tokens of padding a step may have."""
         between = _nearest_power_of_2(times * (_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / self.flop)
-        wanted = times * _FLOP / self.flop
+        wanted = times * _LAYER_FLOP * self.runner.attention.spec.num_layers / self.flop
         most, padding = max(int(wanted), round(wanted / between) * between), between
         if tp.size > 1:
             most = max(most, int(_RANKS_FLOP / self.flop))

@@ -543,7 +543,7 @@ def test_a_capture_that_went_wrong_is_noticed() -> None:
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_a_capture_of_prompts_that_went_wrong_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a full step that is captured twice, as a larger model's is. What is proven serves requests as before."""
-    monkeypatch.setattr(prompt_graphs, "_FLOP", 5e9)
+    monkeypatch.setattr(prompt_graphs, "_LAYER_FLOP", 8e8)
     with LLM("demo", attention=attention, max_num_seqs=8, num_gpu_blocks_override=64) as llm:
         runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         graphs = runner.prompt_graphs
