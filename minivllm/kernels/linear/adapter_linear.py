@@ -19,7 +19,7 @@ from minivllm.rounding import cdiv
 
 _STEP = 128  # columns of x at a time
 _FEW = 256  # rows, in blocks of 16
-_SPLITS, _SPLITS_OF_MANY, _MANY = 16, 4, 1025  # of k, at most, and from how many rows on
+_SPLITS, _SPLITS_OF_MANY = 16, 4  # of k, at most
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _shrink_kernel(
     tl.store(to, found, mask=here[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["t", "N"])
+@triton.jit(do_not_specialize=["t"])  # of N it has to know whether rows are aligned
 def _expand_kernel(
     y,  # (t, N), to which it adds
     h,  # (SPLITS, t, WIDTH) float32
@@ -121,6 +121,9 @@ def _expand_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if last > 0:
+        to = y + rows[:, None] * N + columns[None, :]
+        mask = here[:, None] & inside[None, :]
+        before = tl.load(to, mask=mask, other=0.0)
         found = tl.zeros((ROWS, COLUMNS), tl.float32)
         for at in tl.static_range(0, WIDTH, STEP):
             left = at + w < WIDTH
@@ -141,9 +144,7 @@ def _expand_kernel(
                     other = tl.load(from_other, mask=inside[None, :] & left[:, None], other=0.0)
                     mine = tl.where((its == number)[:, None], factors, none)
                     found = tl.dot(mine, other, found, input_precision="ieee")
-        to = y + rows[:, None] * N + columns[None, :]
-        mask = here[:, None] & inside[None, :]
-        tl.store(to, (tl.load(to, mask=mask, other=0.0).to(tl.float32) + found).to(y.dtype.element_ty), mask=mask)
+        tl.store(to, (before.to(tl.float32) + found).to(y.dtype.element_ty), mask=mask)
 
 
 def _columns_of(width: int) -> int:
@@ -154,7 +155,7 @@ def shrink_triton(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor) -> torc
     (t, k), width, pdl = x.shape, a.shape[1], use_pdl(x.device)
     rows, columns = 16 if t <= _FEW else 64, _columns_of(width)
     blocks = cdiv(t, rows), cdiv(width, columns)
-    part = cdiv(cdiv(k, _SPLITS if t < _MANY else _SPLITS_OF_MANY), _STEP) * _STEP
+    part = cdiv(cdiv(k, _SPLITS if t <= _FEW else _SPLITS_OF_MANY), _STEP) * _STEP
     h = torch.empty((cdiv(k, part), t, width), dtype=torch.float32, device=x.device)
     if t:
         _shrink_kernel[(*blocks, len(h))](
@@ -166,7 +167,7 @@ def shrink_triton(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor) -> torc
 
 def expand_triton(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     (t, n), (splits, _, width), pdl = y.shape, h.shape, use_pdl(y.device)
-    rows, columns = 16 if t <= _FEW else 64, 64 if t <= 64 else 128
+    rows, columns = 16 if t <= _FEW else 32, 64 if t <= 64 else 128
     if t:
         _expand_kernel[(cdiv(t, rows), cdiv(n, columns))](
             y, h, b, order, t, n, SPLITS=splits, WIDTH=width, ROWS=rows, COLUMNS=columns, STEP=_columns_of(width),
