@@ -5,20 +5,21 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import select
 import stat
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from minivllm.config.modes import GenerateOptions, SamplingOptions
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import ConfigError, shown
+from minivllm.errors import ConfigError, RequestError, shown
 from minivllm.files import check_writable, read_stream, read_text
 
 if TYPE_CHECKING:
@@ -49,10 +50,14 @@ _OTHERS = {  # keys of other programs' files, each with what to do instead
 Prompt = str | list[int]
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and ``where`` it is from, if that is a line."""
+
     prompt: Prompt
     priority: int = 0
     lora_path: str | None = None
+    where: str = field(default="", compare=False)
 
 
 def run(composed: Composed) -> int:
@@ -72,10 +77,13 @@ def run(composed: Composed) -> int:
             print(why, file=sys.stderr)
         started = time.perf_counter()
         with _Lines(to) as lines:
-            outputs = llm.generate(
-                [a.prompt for a in asked], params, use_tqdm=_is_terminal(sys.stderr), lora_request=_adapters(asked),
-                priority=[a.priority for a in asked], on_output=lines.take,
-            )  # fmt: skip
+            try:
+                outputs = llm.generate(
+                    [a.prompt for a in asked], params, use_tqdm=_is_terminal(sys.stderr), lora_request=_adapters(asked),
+                    priority=[a.priority for a in asked], on_output=lines.take,
+                )  # fmt: skip
+            except RequestError as error:
+                raise RequestError(_by_line(str(error), asked)) from error
         seconds = time.perf_counter() - started
     if to is None:
         for output in outputs:
@@ -90,6 +98,14 @@ def _adapters(asked: Sequence[Asked]) -> list[LoRARequest | None]:
     paths = dict.fromkeys(a.lora_path for a in asked if a.lora_path is not None)
     named = {path: LoRARequest(path, number, path) for number, path in enumerate(paths, 1)}
     return [None if a.lora_path is None else named[a.lora_path] for a in asked]
+
+
+def _by_line(message: str, asked: Sequence[Asked]) -> str:
+    """With a prompt's number replaced by its line, if it is from a file."""
+    number = re.match(r"prompt (\d+): ", message)
+    if number is None or not (where := asked[int(number[1])].where):
+        return message
+    return f"{where}: {message.removeprefix(number[0])}"
 
 
 # --------------------------------------------------------------------------- prompts
@@ -117,7 +133,8 @@ def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[A
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
-    return [_json_prompt(line, f"{where}, line {n}") if jsonl else Asked(line) for n, line in lines]
+    found = [(_json_prompt(line, f"{where}, line {n}") if jsonl else Asked(line), n) for n, line in lines]
+    return [replace(asked, where=f"{where}, line {n}") for asked, n in found]
 
 
 def _json_prompt(line: str, where: str) -> Asked:

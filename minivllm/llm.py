@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -124,7 +125,7 @@ class LLM:
         Raises:
             RequestError: a prompt can never run; the other prompts are dropped, the engine stays usable.
         """
-        refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
+        refuse(others, _GENERATE_NEUTRAL, _INSTEAD, inspect.signature(self.generate).parameters)
         if prompts is None:
             raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
         return self._generate(_prompts(prompts), sampling_params, use_tqdm, lora_request, priority, on_output)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minivllm.errors import RequestError, shown
+from minivllm.naming import did_you_mean
 
 _GENERATES = "models here generate text"
 _SERVES = "`minivllm serve` starts a server, and in a program of your own LLMEngine takes requests while others run"
@@ -84,16 +85,22 @@ def missing_method(owner: object, name: str) -> AttributeError:
     return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 
-def refuse(given: Mapping[str, Any], neutral: Mapping[str, Any], instead: Mapping[str, str] | None = None) -> None:
+def refuse(
+    given: Mapping[str, Any],
+    neutral: Mapping[str, Any],
+    instead: Mapping[str, str] | None = None,
+    arguments: Iterable[str] = (),
+) -> None:
     """Raises RequestError for an argument that is not supported, TypeError for one that vLLM does not have either.
 
     ``neutral``: vLLM's arguments, each with the value that changes nothing here; nor do None and lists of None.
-    ``instead``: for some arguments of either kind, what to do instead.
+    ``instead``: for some arguments of either kind, what to do instead. ``arguments``: those that there are.
     """
     instead = instead or {}
     for name, value in given.items():
         if name not in neutral:
-            what = f"; {instead[name]}" if name in instead else ""
+            meant = did_you_mean(name, [*arguments, *neutral])
+            what = f"; {instead[name]}" if name in instead else f".{meant}" if meant else ""
             raise TypeError(f"there is no argument {name!r}{what}")
         if value is None or (isinstance(value, list | tuple) and all(one is None for one in value)):
             continue

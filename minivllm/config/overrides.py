@@ -112,6 +112,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
     if key is not None and override.is_text_of(key):
         _check_type(override, key, override.raw)
         return f"{name}={quote(override.raw)}"
+    if key is not None and key.mapping and (pair := re.fullmatch(r"[^\s={}\[\]\"']+=.+", override.value)):
+        raise ConfigError(f"{override.text}: {name} is a mapping; type {name}.{pair[0]}")  # vLLM's --lora-modules
     value = _parse_value(override, mapping=key is not None and key.mapping)
     if key is not None and key.text and "${" in override.value:  # text is literal, even in quotes
         return f"{name}={_quoted(value)}"
@@ -130,11 +132,15 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
         return f"{override.text}: there is no key {name}; here it is called {VLLM_NAMES[name]}"
     if name in NEGATED:
         return f"{override.text}: there is no key {name}; here it is the opposite of {NEGATED[name]}"
-    others = [m for m, spec in MODES.items() if name in keys_of(spec.schema) or name in groups_of(spec.schema)]
-    if others:
+    top = name.partition(".")[0]
+    others = [m for m, spec in MODES.items() if {name, top} & {*keys_of(spec.schema), *groups_of(spec.schema)}]
+    if others and (engine_only or mode not in others):
         place = "an engine's overrides" if engine_only else f"mode {mode}"
+        name = top if top in keys_of(MODES[others[0]].schema) else name
         return f"{override.text}: {name} is a key of mode {' and '.join(others)}, not of {place}"
     if hint := lora_hint(name):
+        near = [key for key in keys if key.rstrip("s") == top.rstrip("s")]
+        hint = f" Did you mean {either(near)}?" if near else hint
         return f"{override.text}: there is no key {name}.{hint}"
     inner = [k for k in keys if k.startswith(name + ".")]
     if inner:

@@ -59,7 +59,10 @@ LOAD_FORMATS = {"safetensors": "auto"}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
-_ADAPTERS = "With enable_lora=true requests have adapters of their own; model.lora=DIR merges one into the weights."
+_ADAPTERS = (
+    "With enable_lora=true requests have adapters of their own, by lora_path in a line of a .jsonl prompts file, or by "
+    "lora_modules.NAME=DIR of a server; model.lora=DIR merges one into the weights."
+)
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"

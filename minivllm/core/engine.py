@@ -174,6 +174,8 @@ class LLMEngine:
         number = self.num_requests_added if number is None else number
         request = self._admission.request(request_id, prompt, params, cache_salt, priority, number)
         if lora_request is not None:
+            if getattr(lora_request, "load_inplace", False):
+                raise RequestError("load_inplace=True is for add_lora: call that, and leave it out of requests")
             request.give_adapter(self._adapter(lora_request))
         with self._uninterrupted:  # else the scheduler might have a sequence that cannot be aborted
             self._take_on(request)

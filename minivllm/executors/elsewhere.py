@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Methods that ranks are told to call between steps (``StepTaker.call``), and what they are doing meanwhile.
 DOING = {
-    "load_adapter": "loading an adapter",
+    "place_adapter": "loading an adapter",
     "read_adapter": "reading an adapter",
     "reload_weights": "loading weights",
     "sleep": "falling asleep",
@@ -55,7 +55,7 @@ class ElsewhereExecutor(Executor):
             raise AdapterError(refused[0])
         if len({answer.read for answer in answers}) > 1:
             raise AdapterError(f"{PATH}={folder} was written to while ranks read it; ask again when it is complete")
-        self.tell_all("load_adapter", str(place))
+        self.tell_all("place_adapter", str(place))
 
     def sleep(self, level: int) -> None:
         self.tell_all("sleep", str(level))

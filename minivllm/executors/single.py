@@ -48,7 +48,7 @@ class SingleExecutor(Executor):
         self._worker.reload_weights(weights)
 
     def load_adapter(self, place: int, folder: Path) -> None:
-        self._worker.load_adapter(place, self._worker.read_adapter(folder))
+        self._worker.load_adapter(place, folder)
 
     def sleep(self, level: int) -> None:
         self._worker.sleep(level)

@@ -49,8 +49,8 @@ class StepTaker:
             except AdapterError as error:
                 return Answer(refused=str(error))
             return Answer(read=self._adapter.fingerprint)
-        elif method == "load_adapter":
-            self.worker.load_adapter(int(argument), self._adapter)
+        elif method == "place_adapter":
+            self.worker.place_adapter(int(argument), self._adapter)
             del self._adapter
         elif method == "sleep":
             self.worker.sleep(int(argument))

@@ -120,8 +120,7 @@ class TorchrunExecutor(Executor):
 
     def load_adapter(self, place: int, folder: Path) -> None:
         """Of this rank; each rank calls it."""
-        worker = self._running()
-        worker.load_adapter(place, worker.read_adapter(folder))
+        self._running().load_adapter(place, folder)
 
     def sleep(self, level: int) -> None:
         """Of this rank; each rank calls it."""

@@ -172,8 +172,12 @@ class Worker:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
 
+    def load_adapter(self, place: int, folder: Path) -> None:
+        """See ``Executor.load_adapter``; from any thread, like ``launch``."""
+        self.place_adapter(place, self.read_adapter(folder))
+
     def read_adapter(self, folder: Path) -> FittingAdapter:
-        """For ``load_adapter``. Raises AdapterError if the folder has changed since it was checked."""
+        """For ``place_adapter``. Raises AdapterError if the folder has changed since it was checked."""
         if self.runner is None:
             raise was_shut_down()
         model, dtype = self.runner.model, getattr(torch, self.dtype)
@@ -182,8 +186,8 @@ class Worker:
         except CheckpointError as error:
             raise AdapterError(str(error)) from error
 
-    def load_adapter(self, place: int, adapter: FittingAdapter) -> None:
-        """See ``Executor.load_adapter``; from any thread, like ``launch``."""
+    def place_adapter(self, place: int, adapter: FittingAdapter) -> None:
+        """Write what was read into a place."""
         with self._on_device(), torch.inference_mode():
             adapter.load(place)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import AdapterError, CheckpointError, RequestError, shown
+from minivllm.errors import AdapterError, CheckpointError, ConfigError, RequestError, shown
 from minivllm.models.lora_config import PATH, adapter_folder
 from minivllm.naming import listing
 from minivllm.serve.engine_client import EngineClient
@@ -24,9 +25,19 @@ _NAME = "lora_name"  # a field of a request, beside PATH
 
 
 class NamedAdapters:
-    """Iterating gives them in the order of their names' first loads. ``model_name``: no adapter's."""
+    """Iterating gives them in the order of their names' first loads. ``model_name``: no adapter's. Raises ConfigError
+    for what are no adapters, or have a name or number twice."""
 
     def __init__(self, engine: EngineClient, model_name: str, adapters: Sequence[LoRARequest]) -> None:
+        if not isinstance(adapters, Sequence) or not all(isinstance(one, LoRARequest) for one in adapters):
+            raise ConfigError(f"adapters={shown(adapters)} is not a tuple of LoRARequest(NAME, ID, DIR)")
+        for key, values in (
+            ("lora_name", [model_name, *(one.lora_name for one in adapters)]),
+            ("lora_int_id", [one.lora_int_id for one in adapters]),
+        ):
+            if twice := [value for value, times in Counter(values).items() if times > 1]:
+                also = ", or the model's own name" if twice[0] == model_name else ""
+                raise ConfigError(f"adapters: {key}={twice[0]!r} is another's{also}; give each its own")
         self._engine, self._model_name = engine, model_name
         self._named = {one.lora_name: one for one in adapters}
         self._ids = count(1 + max((one.lora_int_id for one in adapters), default=0))  # none is used twice

@@ -51,8 +51,8 @@ def asked_wrongly(
     message = str(error) if message is None else message
     if isinstance(error, BusyError):
         return ClientError(message, status=503, code="overloaded")
-    if isinstance(error, AdapterError):  # it was there when its name was given to it
-        said = f"this model's adapter had to leave its place, and can no longer be loaded: {message}"
+    if isinstance(error, AdapterError):  # the client only named it
+        said = f"this model's adapter cannot be loaded, or no longer: {message}"
         return ClientError(said, status=500, code="adapter_lost")
     begins = _FIRST_WORD.match(message)
     param = begins[1] if begins and begins[1] in fields else None

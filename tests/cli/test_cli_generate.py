@@ -343,7 +343,7 @@ def test_priorities_reach_the_scheduler_or_are_refused_by_it(
     file, seen = tmp_path / "in.jsonl", {}
     file.write_text('{"prompt": "a"}\n"b"\n\n{"prompt_token_ids": [1, 2], "priority": 3}\n')
     assert cli.main([*small, f"prompts_file={file}", "max_tokens=2"]) == 1
-    assert "prompt 2: priority=3 is not supported by scheduler=mixed; leave it 0, or" in capsys.readouterr().err
+    assert "in.jsonl, line 4: priority=3 is not supported by scheduler=mixed; leave it 0, or" in capsys.readouterr().err
     add = MixedScheduler.add
 
     def remember(self: MixedScheduler, seq: Sequence) -> None:

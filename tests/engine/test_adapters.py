@@ -296,9 +296,10 @@ def test_a_folder_is_read_again_if_it_shall_be(world: World, make: Callable[...,
     llm, folder = make(), tmp_path / "trained"
     save_adapter(folder, world.folder, ALL, seed=0)
     mine = LoRARequest("mine", 9, str(folder), load_inplace=True)
+    plain = replace(mine, load_inplace=False)
 
     def say() -> list[int]:
-        return list(llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False, lora_request=mine)[0].outputs[0].token_ids)
+        return list(llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False, lora_request=plain)[0].outputs[0].token_ids)
 
     assert say() == world.says(1, 1)
     save_adapter(folder, world.folder, ["q_proj", "down_proj"], rank=8, seed=1)
@@ -380,6 +381,11 @@ def test_requests_that_are_refused(world: World, make: Callable[..., LLM], tmp_p
         return LoRARequest("x", 7, str(folder))
 
     refused(str(world.home / "adapter0"), r"lora_request='.*' is not LoRARequest\(NAME, ID, DIR\)")
+    its = world.requests[1]
+    assert its is not None
+    refused(replace(its, load_inplace=True), "load_inplace=True is for add_lora: call that, and leave it out of req")
+    with pytest.raises(TypeError, match=r"there is no argument 'lora_requests'\. Did you mean lora_request\?"):
+        llm.generate([[1]], GREEDY, lora_requests=[its])
     refused([None], "2 prompts with 1 lora_requests; give one for all or one per prompt", 2)
     refused(LoRARequest("x", 7, "/nowhere"), "lora_path=/nowhere does not exist; pass a folder that holds adapter_conf")
     refused(LoRARequest("x", 7, str(world.folder)), r"lora_path=.* holds a checkpoint \(config.json\), no adapter")
@@ -480,6 +486,14 @@ def test_an_executor_that_takes_none(world: World, make: Callable[..., LLM], mon
 # --------------------------------------------------------------------------- the command line
 
 
+def test_a_line_that_is_refused_is_named(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.jsonl").write_text('"ok"\n\n\n{"prompt": "a", "lora_path": "/nowhere"}\n')
+    assert cli.main(["device=cpu", "enable_lora=true", f"prompts_file={tmp_path}/in.jsonl", "output=-"]) == 1
+    assert f"minivllm: {tmp_path}/in.jsonl, line 4: lora_path=/nowhere does not exist" in capsys.readouterr().err
+    assert cli.main(["device=cpu", "lora_modules.sql=/x"]) == 2
+    assert "lora_modules is a key of mode serve, not of mode generate" in capsys.readouterr().err
+
+
 def test_lines_of_a_prompts_file(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,4 +509,4 @@ def test_lines_of_a_prompts_file(
     assert said == [world.says(adapter, 1) for adapter in (0, 1, 2, 3, 1)]
     capsys.readouterr()
     assert cli.main(typed) == 1
-    assert "prompt 1: lora_request: the engine was made without" in capsys.readouterr().err
+    assert "in.jsonl, line 2: lora_request: the engine was made without" in capsys.readouterr().err

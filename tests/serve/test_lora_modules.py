@@ -21,9 +21,11 @@ from test_reload_weights import Asked
 
 from minivllm import LLM, SamplingParams, cli
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import BusyError, ContextLengthError, RequestError
+from minivllm.errors import BusyError, ConfigError, ContextLengthError, RequestError
+from minivllm.serve.app import create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.engine_loop import EngineLoop
+from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.messages import Abort, Add
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -220,7 +222,7 @@ def test_its_folder_is_gone_when_it_is_needed_again(
     assert answer_of(server, "x") == says["sql"]
     assert [answer_of(server, name) for name in ("poet", "chess")] == [says["poet"], says["chess"]]
     folder.rename(tmp_path / "elsewhere")
-    error = told(server.post(COMPLETIONS, **SHORT, model="x"), 500, "had to leave its place, and can no longer be load")
+    error = told(server.post(COMPLETIONS, **SHORT, model="x"), 500, "this model's adapter cannot be loaded, or no lo")
     assert (error["type"], error["code"]) == ("server_error", "adapter_lost")
     assert answer_of(server, "poet") == says["poet"]
     (tmp_path / "elsewhere").rename(folder)
@@ -397,6 +399,26 @@ def test_only_where_it_is_allowed(llm: LLM, adapters: list[LoRARequest]) -> None
         assert names(server) == ["tiny", *NAMES]
 
 
+def test_options_that_contradict_themselves(llm: LLM, adapters: list[LoRARequest]) -> None:
+    def refused(why: str, *given: Any) -> None:
+        with pytest.raises(ConfigError, match=why):
+            create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=given))
+
+    sql, poet, _ = adapters
+    refused("adapters: lora_name='sql' is another's; give each its own", sql, replace(poet, lora_name="sql"))
+    refused("lora_name='tiny' is another's, or the model's own name; give", replace(sql, lora_name="tiny"))
+    refused("adapters: lora_int_id=2 is another's; give each its own", replace(sql, lora_int_id=2), poet)
+    refused(r"adapters=\('sql',\) is not a tuple of LoRARequest\(NAME, ID, DIR\)", "sql")
+    with pytest.raises(ConfigError, match=r"adapters=LoRARequest\(.*\) is not a tuple of LoRARequest"):
+        create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=sql))  # type: ignore[arg-type]
+
+
+def test_fields_that_name_no_adapter(server: Running) -> None:
+    for name in ("lora_path", "lora_request", "adapter"):
+        said = f"there is no field '{name}'. A request's adapter is named by its \"model\"."
+        told(server.post(COMPLETIONS, **SHORT, **{name: "sql"}), 400, said, name)
+
+
 def test_where_the_engine_takes_none(make_llm: Callable[..., LLM], adapters: list[LoRARequest]) -> None:
     with serving(make_llm(), allow_runtime_lora_updating=True) as server:
         response = server.post(LOAD, lora_name="x", lora_path=adapters[0].lora_path)
@@ -488,7 +510,9 @@ def test_a_server_of_two_processes(
     (["enable_lora=true", "lora_modules={a: 5}"], "lora_modules: 'a': 5 is no name with a folder or a repository"),
     (["enable_lora=true", "lora_modules.a.b=/x"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
     (["enable_lora=true", "lora_modules={1: /x}"], "1 is not read as a key's name there; type lora_modules.1=VALUE"),
-    (["enable_lora=true", "lora_modules=a=/x"], "quote the value: lora_modules='{KEY: \"...\"}'"),
+    (["enable_lora=true", "lora_modules=a=/x"], "lora_modules is a mapping; type lora_modules.a=/x"),
+    (["enable_lora=true", "lora_module.a=/x"], "there is no key lora_module.a. Did you mean lora_modules?"),
+    (["enable_lora=true", "lora_path=/x"], "by lora_path in a line of a .jsonl prompts file, or by lora_modules.NAME="),
     (["enable_lora=true", "lora_modules=a"], "type lora_modules={key: value} or lora_modules.KEY=VALUE"),
 ])  # fmt: skip
 def test_a_wrong_command_line(typed: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_every_size(where, close, k, n):
     check(where, close, [2, 0, 1], k, n, 16)
 
 
-@pytest.mark.parametrize("t", [1, 16, 17, 64, 65, 150])
+@pytest.mark.parametrize("t", [1, 16, 17, 64, 65, 150, 257])
 def test_every_number_of_rows(where, close, t):
     check(where, close, [(7 * i) % 4 for i in range(t)], 72, 40, 32)
 
