@@ -18,8 +18,8 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.rounding import cdiv
 
 _STEP = 128  # columns of x at a time
-_FEW, _SOME = 64, 256  # rows
-_SPLITS = 16, 8, 4  # of k, at most, for few rows, some, and many: whoever sums them reads them for each of its columns
+_FEW = 256  # rows, in blocks of 16
+_SPLITS, _SPLITS_OF_MANY = 16, 4  # of k, at most; of many rows the second kernel takes longer to read them all
 
 
 @triton.jit
@@ -153,14 +153,14 @@ def _columns_of(width: int) -> int:
 
 def shrink_triton(x: torch.Tensor, a: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     (t, k), width, pdl = x.shape, a.shape[1], use_pdl(x.device)
-    rows, columns = 16 if t <= _SOME else 64, _columns_of(width)
+    rows, columns = 16 if t <= _FEW else 64, _columns_of(width)
     blocks = cdiv(t, rows), cdiv(width, columns)
-    part = cdiv(cdiv(k, _SPLITS[(t > _FEW) + (t > _SOME)]), _STEP) * _STEP
+    part = cdiv(cdiv(k, _SPLITS if t <= _FEW else _SPLITS_OF_MANY), _STEP) * _STEP
     h = torch.empty((cdiv(k, part), t, width), dtype=torch.float32, device=x.device)
     if t:
         _shrink_kernel[(*blocks, len(h))](
             x, a, order, h, x.stride(0), t, K=k, WIDTH=width, PART=part, ROWS=rows, COLUMNS=columns,
-            STEP=_STEP if x.dtype.itemsize < 4 else 32, AHEAD=t <= _SOME, PDL=pdl, launch_pdl=pdl,
+            STEP=_STEP if x.dtype.itemsize < 4 else 32, AHEAD=t <= _FEW, PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
     return h
 
@@ -171,7 +171,7 @@ def expand_triton(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, order: torc
     if t:
         _expand_kernel[(cdiv(t, rows), cdiv(n, columns))](
             y, h, b, order, t, n, SPLITS=splits, WIDTH=width, ROWS=rows, COLUMNS=columns, STEP=_columns_of(width),
-            AHEAD=t <= _SOME, PDL=pdl, launch_pdl=pdl,
+            AHEAD=t <= _FEW, PDL=pdl, launch_pdl=pdl,
         )  # fmt: skip
     return y
 
