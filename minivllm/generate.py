@@ -30,13 +30,14 @@ SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _STDOUT = "-"
 _PATIENCE = 10.0  # seconds to wait for a silent pipe on standard input before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
-_LINE_KEYS = (*_PROMPT_KEYS, "priority", "lora_path")
+_OPTIONAL_KEYS = ("priority", "lora_path")
+_LINE_KEYS = (*_PROMPT_KEYS, *_OPTIONAL_KEYS)
 _LINE_IS = "one prompt: a string in quotes, or an object with prompt or prompt_token_ids"
 _TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
 _OTHERS = {  # keys of other programs' files, each with what to do instead
-    "best_of": "repeat the line",
     "adapter": "the key is lora_path",
     "adapter_path": "the key is lora_path",
+    "best_of": "repeat the line",
     "lora": "the key is lora_path",
     "lora_name": "the key is lora_path",
     "lora_request": "the key is lora_path",
@@ -146,8 +147,8 @@ def _json_prompt(line: str, where: str) -> Asked:
         return Asked(item)
     if not isinstance(item, dict):
         raise ConfigError(f"{where} is {shown(item)}; each line is {_LINE_IS}")
-    for key in item.keys() - _LINE_KEYS:
-        if meant := difflib.get_close_matches(key, _LINE_KEYS, n=1, cutoff=0.85):
+    for key in item:
+        if key not in _LINE_KEYS and (meant := difflib.get_close_matches(key, _OPTIONAL_KEYS, n=1, cutoff=0.85)):
             raise ConfigError(f"{where} has {key}; did you mean {meant[0]}?")
     if refused := [k for k in item if k not in _LINE_KEYS and (k in _OTHERS or _parameters_like(k))]:
         instead = _OTHERS.get(refused[0]) or f"type {_parameters_like(refused[0])[0]}=... once"

@@ -215,7 +215,7 @@ class LLM:
         ``chat_template``: replaces the checkpoint's. ``continue_final_message``, with ``add_generation_prompt=False``:
         the reply continues the last message. Other arguments as in ``generate``.
         """
-        refuse(others, _CHAT_NEUTRAL, _INSTEAD)
+        refuse(others, _CHAT_NEUTRAL, _INSTEAD, inspect.signature(self.chat).parameters)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict | str)

@@ -48,7 +48,7 @@ _OF_MODES = {
 Without `prompts=` and `prompts_file=`, prompts are read from standard input, one per line, if it is a pipe or a file.
 If it is a terminal, or a pipe without input for 10 seconds, sample prompts are completed. A line of a `.json` or
 `.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and optionally `priority` and `lora_path`.
-Its other keys are ignored, except sampling parameters and what looks like one of these four, which are rejected.
+Its other keys are ignored, except sampling parameters and what looks like one of the latter two, which are rejected.
 
 `output=FILE` overwrites the file. A prompt's line is written as soon as it and those before it are complete; if the run
 ends early, those of all that are complete. It has `request_id`, `prompt`, `prompt_token_ids`, `text`, `token_ids`,

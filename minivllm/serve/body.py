@@ -102,7 +102,7 @@ class Body(BaseModel):
                     continue  # guidance's client sends both
                 if "structured_outputs" in cls.model_fields and kind != name and kind in _STRUCTURES:
                     hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # in vLLM, too
-                if name.startswith("lora") or "adapter" in name:
+                if "model" in cls.model_fields and (name.startswith("lora") or "adapter" in name):
                     hint = ' A request\'s adapter is named by its "model".'
                 raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
         return known

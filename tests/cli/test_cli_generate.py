@@ -78,6 +78,7 @@ def test_lines_and_jsonl() -> None:
         ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
         ('{"prompt": "a", "stopp": "b"}', "x, line 2 has stopp, which a prompts file cannot set; type stop="),
         ('{"prompt": "a", "lora_paht": "b"}', "x, line 2 has lora_paht; did you mean lora_path?"),
+        ('{"promptt": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only promptt"),
         ('{"prompt": "a", "prioritty": 1}', "x, line 2 has prioritty; did you mean priority?"),
         ('{"prompt": "a", "lora": "b"}', "x, line 2 has lora, which a prompts file cannot set; the key is lora_path"),
         (

@@ -419,6 +419,11 @@ def test_fields_that_name_no_adapter(server: Running) -> None:
         told(server.post(COMPLETIONS, **SHORT, **{name: "sql"}), 400, said, name)
 
 
+def test_fields_of_a_load_that_are_misspelt(server: Running) -> None:
+    said = "there is no field 'lora_pth'. Did you mean lora_path?"
+    told(server.post(LOAD, lora_name="x", lora_pth="/x"), 400, said, "lora_pth")
+
+
 def test_where_the_engine_takes_none(make_llm: Callable[..., LLM], adapters: list[LoRARequest]) -> None:
     with serving(make_llm(), allow_runtime_lora_updating=True) as server:
         response = server.post(LOAD, lora_name="x", lora_path=adapters[0].lora_path)
