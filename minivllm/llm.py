@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 import time
@@ -125,7 +124,7 @@ class LLM:
         Raises:
             RequestError: a prompt can never run; the other prompts are dropped, the engine stays usable.
         """
-        refuse(others, _GENERATE_NEUTRAL, _INSTEAD, inspect.signature(self.generate).parameters)
+        refuse(others, _GENERATE_NEUTRAL, _INSTEAD, self.generate)
         if prompts is None:
             raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
         return self._generate(_prompts(prompts), sampling_params, use_tqdm, lora_request, priority, on_output)
@@ -215,7 +214,7 @@ class LLM:
         ``chat_template``: replaces the checkpoint's. ``continue_final_message``, with ``add_generation_prompt=False``:
         the reply continues the last message. Other arguments as in ``generate``.
         """
-        refuse(others, _CHAT_NEUTRAL, _INSTEAD, inspect.signature(self.chat).parameters)
+        refuse(others, _CHAT_NEUTRAL, _INSTEAD, self.chat)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict | str)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from minivllm.errors import RequestError, shown
@@ -89,17 +90,17 @@ def refuse(
     given: Mapping[str, Any],
     neutral: Mapping[str, Any],
     instead: Mapping[str, str] | None = None,
-    arguments: Iterable[str] = (),
+    of: Callable[..., Any] | None = None,
 ) -> None:
     """Raises RequestError for an argument that is not supported, TypeError for one that vLLM does not have either.
 
     ``neutral``: vLLM's arguments, each with the value that changes nothing here; nor do None and lists of None.
-    ``instead``: for some arguments of either kind, what to do instead. ``arguments``: those that there are.
+    ``instead``: for some arguments of either kind, what to do instead. ``of``: who takes the arguments.
     """
     instead = instead or {}
     for name, value in given.items():
         if name not in neutral:
-            meant = did_you_mean(name, [*arguments, *neutral])
+            meant = did_you_mean(name, [*(inspect.signature(of).parameters if of else ()), *neutral])
             what = f"; {instead[name]}" if name in instead else f".{meant}" if meant else ""
             raise TypeError(f"there is no argument {name!r}{what}")
         if value is None or (isinstance(value, list | tuple) and all(one is None for one in value)):
