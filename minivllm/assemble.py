@@ -18,7 +18,17 @@ from minivllm.core.engine import LLMEngine
 from minivllm.core.interfaces import Sampler
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.overrides import definer
-from minivllm.errors import CheckpointError, ConfigError, PluginError, RequestError, calling, described, named, shown
+from minivllm.errors import (
+    CheckpointError,
+    ConfigError,
+    MinivllmError,
+    PluginError,
+    RequestError,
+    calling,
+    described,
+    named,
+    shown,
+)
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.lora_config import PATH, adapter_folder, lora_folder, read_lora_config
 from minivllm.models.tokenizer import load_tokenizer
@@ -28,7 +38,7 @@ from minivllm.rounding import cdiv
 if TYPE_CHECKING:
     import torch
 
-    from minivllm.config.engine_config import EngineConfig
+    from minivllm.config.engine_config import EngineConfig, ModelOptions
     from minivllm.core.interfaces import Executor
     from minivllm.executors.processes import Child
     from minivllm.plugins.registry import Entry
@@ -51,6 +61,9 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     check_options("model", config.model.options, [component], typed=None if option == "checkpoint" else option)
     model_config = replace(model_config, options=config.model.options)
     max_model_len = model_length(config, model_config)
+    if config.draft_model is not None:
+        draft = find_draft_model(config, config.draft_model, model_config, max_model_len)
+        model_config = replace(model_config, draft=draft)
     executor_name = config.executor.name
     if executor_name == "auto":
         executor_name = "single" if config.tp == 1 else "multiproc"
@@ -73,6 +86,11 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         if config.scheduler.num_speculative_tokens and not scheduler_class.speculates:
             raise ConfigError(
                 f"scheduler.num_speculative_tokens={config.scheduler.num_speculative_tokens} is not supported by "
+                f"scheduler={config.scheduler.name}; leave it out"
+            )
+        if config.draft_model is not None and not scheduler_class.asks_draft_models:
+            raise ConfigError(
+                f"scheduler.draft_model={config.scheduler.draft_model} is not supported by "
                 f"scheduler={config.scheduler.name}; leave it out"
             )
         with registry.building("sampler", config.sampler.name):
@@ -167,6 +185,35 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
         return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
     path = fetch(options)
     return path, read_model_config(path, read)
+
+
+def find_draft_model(
+    config: EngineConfig, options: ModelOptions, model_config: ModelConfig, max_model_len: int
+) -> ModelConfig:
+    """The config of the draft model.
+
+    Raises:
+        ConfigError: it cannot draft for this model.
+    """
+    from minivllm.plugins.manager import default_registry
+
+    what = f"scheduler.draft_model={config.scheduler.draft_model}"
+    try:
+        _, draft = find_model(replace(config, model=options))
+        default_registry().model_for_architecture(draft.architecture)
+    except MinivllmError as error:
+        raise type(error)(f"{what}: {error}") from error
+    if draft.vocab_size != model_config.vocab_size:
+        raise ConfigError(
+            f"{what} has a vocabulary of {draft.vocab_size} tokens, and the model one of {model_config.vocab_size}; a "
+            "draft model needs the same one: take a smaller model of the same family"
+        )
+    if draft.max_position < max_model_len:
+        raise ConfigError(
+            f"{what} was made for {draft.max_position} positions, and the model has {max_model_len}; type "
+            f"max_model_len={draft.max_position}"
+        )
+    return draft
 
 
 def _check_adapter(config: EngineConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,16 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.hydra_tree import compose_tree
 from minivllm.config.keys import keys_of, spelled
 from minivllm.config.modes import MODES, ModeOptions
-from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote, tokenizer_source
+from minivllm.config.overrides import (
+    Override,
+    check_group,
+    check_key,
+    group_options,
+    groups_of,
+    model_keys,
+    quote,
+    tokenizer_source,
+)
 from minivllm.config.schema import EngineSchema
 from minivllm.config.settle import (
     check_ranges,
@@ -61,6 +70,7 @@ class Composed:
         import yaml
 
         tree = {"mode": self.mode, **plain(self.engine), **plain(self.options)}
+        del tree["draft_model"]  # scheduler.draft_model says it
         return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
@@ -105,9 +115,29 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     tree.model.tokenizer = tokenizer_source(tree.model.tokenizer, registry)
     settle_components(tree, registry)
     check_scheduler(tree.scheduler)
-    engine = freeze(tree, EngineConfig)
+    engine = _with_draft_model(freeze(tree, EngineConfig), registry)
     options = freeze(settle_mode(tree), MODES[chosen].options)
     return Composed(engine, chosen, options, tuple(o.text for o in asked))
+
+
+def _with_draft_model(engine: EngineConfig, registry: Registry) -> EngineConfig:
+    """With what ``scheduler.draft_model`` names, if anything. Raises ConfigError."""
+    if (name := engine.scheduler.draft_model) is None:
+        return engine
+    if engine.enable_sleep_mode:
+        raise ConfigError(f"scheduler.draft_model={name}: an engine with enable_sleep_mode=true has none; drop one")
+    try:
+        ((key, value),) = model_keys(name, registry).items()
+    except ConfigError as error:
+        raise ConfigError(f"scheduler.draft_{error}") from error
+    allowed = group_options("model", registry)
+    if key == "model" and value not in allowed:
+        raise ConfigError(
+            f"scheduler.draft_model={name}: there is no such model.{did_you_mean(name, allowed)} Allowed: "
+            f"{listing(sorted(allowed))}, a folder, or a repository's ORG/NAME"
+        )
+    typed = [f"{key}={_literal(value, key)}", f"load_format={engine.load_format}"]
+    return replace(engine, draft_model=compose(typed, registry, mode="").engine.model)
 
 
 def compose_engine_config(

@@ -48,6 +48,7 @@ class SchedulerOptions:
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 3
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class EngineConfig:
     captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false;
     ``quantization`` is none or fp8. ``enable_sleep_mode`` allows ``LLMEngine.sleep``.
     ``enable_lora`` allows LoRA adapters of single requests: ``max_loras`` at once, of ranks up to ``max_lora_rank``.
+    ``draft_model`` is what ``scheduler.draft_model`` names.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -110,3 +112,4 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    draft_model: ModelOptions | None = None

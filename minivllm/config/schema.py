@@ -111,12 +111,18 @@ class SchedulerSchema:
     )
     num_speculative_tokens: int = key(
         0,
-        "most tokens per step and sequence that are drafted by looking up what followed its last tokens before, and "
-        "verified at once; 0: none",
+        "most tokens per step and sequence that are drafted, by looking up what followed its last tokens before or by "
+        "draft_model, and verified at once; 0: none",
         ge=0,
     )
     prompt_lookup_max: int = key(5, "how many last tokens are looked up for a draft, if so many occurred before", ge=1)
     prompt_lookup_min: int = key(3, "how many must have occurred before", ge=1)
+    draft_model: str | None = key(
+        None,
+        "a smaller model with the same vocabulary that writes the drafts, instead of looking them up: a model option's "
+        "name, a folder or a repository",
+        text=True,
+    )
     options: dict[str, Any] = key(dict, "the scheduler's own settings")
 
 

@@ -57,6 +57,11 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler.max_num_seqs={scheduler.max_num_seqs}: in a step each draft token takes the place of a "
             "sequence; lower the former or raise the latter"
         )
+    if scheduler.draft_model is not None and not scheduler.num_speculative_tokens:
+        raise ConfigError(
+            f"scheduler.draft_model={scheduler.draft_model} drafts nothing with scheduler.num_speculative_tokens=0; "
+            "add scheduler.num_speculative_tokens=5, or leave it out"
+        )
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
@@ -202,7 +207,8 @@ def freeze(value: Any, target: Any) -> Any:
     """A copy: of a dataclass the fields that ``target``, another, has."""
     if is_dataclass(value):
         hints = get_type_hints(target)
-        return target(**{f.name: freeze(getattr(value, f.name), hints[f.name]) for f in fields(target)})
+        there = [f.name for f in fields(target) if f.name in vars(value)]
+        return target(**{name: freeze(getattr(value, name), hints[name]) for name in there})
     return value.value if isinstance(value, Enum) else frozen(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -268,20 +269,32 @@ def check_neutral(name: str, value: Any) -> bool:
 
 def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Our keys and values for vLLM's ``speculative_config``. Raises ConfigError for what is not supported."""
-    allowed = ("method", *_LOOKUP_KEYS)
+    model = config.get("model")
+    allowed = ("method", "model", *_LOOKUP_KEYS)
     if unknown := next((name for name in config if name not in allowed), None):
         raise ConfigError(
             f"speculative_config has {unknown}, which is not supported.{did_you_mean(str(unknown), allowed)} Allowed: "
             f"{listing(allowed)}"
         )
-    if (method := config.get("method", "ngram")) != "ngram":
-        raise ConfigError(f"speculative_config: method={shown(method)} is not supported. Allowed: ngram")
+    method = config.get("method") or ("ngram" if model is None else "draft_model")
+    if method not in ("ngram", "draft_model"):
+        raise ConfigError(f"speculative_config: method={shown(method)} is not supported. Allowed: ngram, draft_model")
+    if not isinstance(model, str | os.PathLike | None):
+        what = "an option's name, a folder or a Hub repository"
+        raise ConfigError(f"speculative_config: model={shown(model)} is not {what}")
+    if (method == "ngram") != (model is None):
+        what = "lacks model, a smaller one" if model is None else f"has model={shown(model)}, which it does not use"
+        raise ConfigError(f"speculative_config: method={method} {what}")
     if config.get("num_speculative_tokens") is None:
         raise ConfigError("speculative_config lacks num_speculative_tokens, the most tokens of a draft; 5 is usual")
     given = {name: config[name] for name in _LOOKUP_KEYS if config.get(name) is not None}
     lengths = [given[name] for name in ("prompt_lookup_max", "prompt_lookup_min") if name in given]
     if len(lengths) == 1:  # as in vLLM, both
         given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), lengths[0])
+    if model is not None:
+        if lengths:
+            raise ConfigError("speculative_config: prompt_lookup_max and prompt_lookup_min are for method=ngram")
+        given["draft_model"] = os.fspath(model)
     return {f"scheduler.{name}": value for name, value in given.items()}
 
 

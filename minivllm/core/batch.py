@@ -82,6 +82,8 @@ class Batch:
     guided: bool = False
     # (a,) int32: the place of each admitted sequence's LoRA adapter, 0: none; empty if none has any. Set by the engine.
     admitted_adapters: np.ndarray = field(default_factory=lambda: NO_INTS)
+    # Not 0: a step of the draft model (``core/draft_model.py``), which gives each row that samples so many tokens.
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -58,6 +58,7 @@ class Scheduler(ABC):
     uses_priority: ClassVar[bool] = False  # whether it uses Sequence.priority; if not, nonzero priorities are refused
     scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; if not, prompt_logprobs are refused
     speculates: ClassVar[bool] = False  # whether it drafts tokens; if not, num_speculative_tokens is refused
+    asks_draft_models: ClassVar[bool] = False  # whether it has ``ask_for_drafts``; if not, draft_model is refused
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running sequences, by slot
 
@@ -83,6 +84,12 @@ class Scheduler(ABC):
     @abstractmethod
     def schedule(self) -> Batch | None:
         """The next step, or None if nothing can run until a step in flight is committed."""
+
+    def ask_for_drafts(self) -> Batch | None:
+        """The next step if it is one of the draft model: a batch with ``num_drafts``, of which ``commit`` gets the
+        draft tokens of the rows that sample, (num_drafts * rows,) int32, the first of each row, then the second. None:
+        ``schedule`` is called for a step of the model."""
+        return None
 
     @abstractmethod
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:

@@ -99,6 +99,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
+    draft: ModelConfig | None = None  # of the model that writes drafts for it
 
     if not TYPE_CHECKING:
 

@@ -59,8 +59,10 @@ class ModelRunner:
 
     def __init__(
         self, model: Model, attention: AttentionBackend, sampler: Sampler, tp: TensorParallel, *, num_slots: int,
-        max_blocks: int, block_size: int, hidden_size: int, device: torch.device,
+        max_blocks: int, block_size: int, hidden_size: int, device: torch.device, beside: ModelRunner | None = None,
     ) -> None:  # fmt: skip
+        """``beside``: the runner of another model for the same sequences, with whose block tables this one's cache is
+        read and written, too."""
         self.model, self.attention, self.sampler, self.tp = model, attention, sampler, tp
         self.device, self.block_size, self.num_slots = device, block_size, num_slots
         self.hidden_size = hidden_size
@@ -70,8 +72,11 @@ class ModelRunner:
         self.captures_refine = sampler.captures_refine()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
-        self.host_tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        if beside is None:
+            self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
+            self.host_tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        else:
+            self.block_table, self.host_tables = beside.block_table, beside.host_tables
         limits = attention.cascade_limits
         self.cascade = None if limits is None else CascadePlanner(self.host_tables, block_size, limits)
         self.graphs: DecodeGraphs | None = None

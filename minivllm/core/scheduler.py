@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.core.batch import NO_INTS, Batch, Scored
+from minivllm.core.draft_model import DraftModelSpeculation
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.prompt_chunks import PromptChunks
 from minivllm.core.sequence import FinishReason, Sequence, Status
@@ -53,7 +54,7 @@ class SlotScheduler(Scheduler):
       them: it adds their rows, as prompt rows. ``take_chunks`` leaves them a token each.
     """
 
-    scores_prompts = speculates = True
+    scores_prompts = speculates = asks_draft_models = True
 
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
@@ -78,7 +79,7 @@ class SlotScheduler(Scheduler):
         self.max_len = np.zeros(size, dtype=np.int32)
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_tokens = StopTokens(size)
-        self.speculation = Speculation(options)
+        self.speculation = Speculation(options) if options.draft_model is None else DraftModelSpeculation(options)
         self._drafting: list[int] = []  # those with drafts that ``take_decodes`` kept for this step, by place
         self._taken = 0  # tokens that it took, theirs included
 
@@ -172,6 +173,33 @@ class SlotScheduler(Scheduler):
     def waits_for_drafts(self) -> bool:
         """Whether the next step should wait until those in flight are committed, for drafts."""
         return self.speculation.most > 0 and self.speculation.waits(self.running)
+
+    def ask_for_drafts(self) -> Batch | None:
+        if not isinstance(self.speculation, DraftModelSpeculation) or self.waits_for_drafts:
+            return None
+        rows = self.speculation.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.blocks)
+        if not rows:
+            return None
+        slots, seen, ids, ends = zip(*rows, strict=True)
+        block_slots, block_indices, block_ids = self.blocks.take_updates()
+        batch = Batch(
+            step=self.steps,
+            slots=np.array(slots, dtype=np.int32),
+            generations=self.generation[list(slots)],
+            num_computed=np.array(seen, dtype=np.int32),
+            num_new=np.array([len(its) for its in ids], dtype=np.int32),
+            samples=np.array(ends),
+            num_decodes=0,
+            token_ids=np.concatenate(ids),
+            block_slots=block_slots,
+            block_indices=block_indices,
+            block_ids=block_ids,
+            admitted_slots=NO_INTS,
+            admitted_params=self._no_params,
+            num_drafts=self.speculation.most,
+        )
+        self.steps += 1
+        return batch
 
     def take_decodes(self, budget: int) -> np.ndarray:
         """The slots that decode, by place, each with a block for its next token; but for those with drafts."""
@@ -417,6 +445,10 @@ class SlotScheduler(Scheduler):
     # ------------------------------------------------------------------ what came back
 
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
+        if batch.num_drafts:
+            assert isinstance(self.speculation, DraftModelSpeculation)
+            self.speculation.take(batch, token_ids, self.generation[batch.slots] == batch.generations)
+            return Committed(NO_INTS, NO_INTS, NO_INTS, [])
         unchanged = batch.slots is self.running  # any sequence that starts or leaves replaces ``running``
         if batch.num_decodes == len(batch.slots) and (unchanged or self._all_there(batch)):
             rows, slots, tokens = self._rows[: len(batch.slots)], batch.slots, token_ids

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DECODES, WAITS, DRAFTS = 0, 1, 2
 MOST_RUNNING = 32  # with more sequences running there are no new drafts: their steps would take longer than they save
-_PAUSE = 32  # tokens between drafts of a sequence of whose drafts too few tokens are accepted on average
+PAUSE = 32  # tokens between drafts of a sequence of whose drafts too few tokens are accepted on average
 _WEIGHT = 1 / 8  # of the newest draft in that average
 _MOST_PLACES = 4096  # where the last token occurred before, the latest of them
 _SYNCHRONIZES = 4  # if one of this many sequences waits, all do, so that their drafts share a step
@@ -50,6 +50,8 @@ def look_up(tokens: np.ndarray, count: int, shortest: int, longest: int) -> np.n
 
 class Speculation:
     """Which running sequences have drafts, and what these are. A scheduler owns one."""
+
+    worth = 0.2  # of a draft's tokens that must be accepted, of one sequence that runs: in steps of Qwen3-14B, H200
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.most, size = options.num_speculative_tokens, options.max_num_seqs
@@ -143,10 +145,10 @@ class Speculation:
     def settled(self, slot: int, accepted: int, length: int, num_running: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        least = min(0.2 + num_running / 32, self.most / 4)  # what is worth it in steps of Qwen3-14B on an H200
+        least = min(self.worth + num_running / 32, self.most / 4)
         self._from[slot] = length
         if self._accepted[slot] < least:
-            self._from[slot] += _PAUSE
+            self._from[slot] += PAUSE
             self._accepted[slot] = least  # the next draft decides
 
 

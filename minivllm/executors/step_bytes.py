@@ -1,6 +1,6 @@
 """Serializes steps and their results: a header of counts, then the arrays' raw bytes. No pickle.
 
-# step:   counts (13,) int64 | generations int64 | fourteen int32 arrays | admitted_params | samples bool
+# step:   counts (14,) int64 | generations int64 | fourteen int32 arrays | admitted_params | samples bool
 # masks:  -2 int64 | counts (2,) int64 | slots int32 | bits int32
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
 # call:   -3 int64 | a method of ``StepTaker``'s | = | its argument
@@ -31,6 +31,7 @@ def pack_batch(batch: Batch) -> bytes:
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
             batch.num_decodes, batch.admitted_params.dtype.itemsize, len(batch.known_ids),
             len(scored.rows), len(scored.ids), scored.best, batch.guided, len(batch.admitted_adapters),
+            batch.num_drafts,
         ],
         dtype=np.int64,
     )  # fmt: skip
@@ -83,11 +84,11 @@ def unpack_masks(data: bytearray) -> TokenMasks | None:
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     """The batch, as views of ``data``. ``row``: the sampler's row dtype."""
     take = _Taker(data)
-    step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, guided, adapters = take(13, np.int64).tolist()
+    step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, guided, adapters, drafts = take(14, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
     return Batch(  # taken in the order in which they were packed
-        step=step, num_decodes=num_decodes, guided=bool(guided),
+        step=step, num_decodes=num_decodes, guided=bool(guided), num_drafts=drafts,
         generations=take(n, np.int64), slots=take(n), num_computed=take(n), num_new=take(n), token_ids=take(t),
         block_slots=take(b), block_indices=take(b), block_ids=take(b), admitted_slots=take(a),
         known_lens=take(a if known else 0), known_ids=take(known), admitted_adapters=take(adapters),

@@ -18,10 +18,12 @@ from torch import nn
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
 from minivllm.core.adapter_rows import AdapterRows
+from minivllm.core.drafter import Drafter
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampler_overrides import undoes_sample
+from minivllm.core.speculation import MOST_RUNNING
 from minivllm.cores import usable_cores
 from minivllm.errors import AdapterError, CheckpointError, ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
@@ -44,14 +46,16 @@ from minivllm.models.request_adapters import FittingAdapter, add_places
 from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
-    from minivllm.config.engine_config import EngineConfig
+    from minivllm.config.engine_config import EngineConfig, ModelOptions
     from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.cuda_graphs import DecodeGraphs
-    from minivllm.core.interfaces import StepHandle
+    from minivllm.core.interfaces import Sampler, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.plugins.registry import Registry
+
+    _Graphs = tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]  # of one runner
 
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -114,6 +118,8 @@ class Worker:
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
+        self._drafter: Drafter | None = None
+        self._draft = None if config.draft_model is None else self._draft_worker(config, config.draft_model)
         self._memory: MemoryShare | None = None
         self._sleeping: SleepingMemory | None = None
         if self.device_type == "cuda":
@@ -122,6 +128,18 @@ class Worker:
         elif "OMP_NUM_THREADS" not in os.environ:
             # Torch counts the machine's cores; threads beyond a container's CPU quota would wait for each other.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+
+    def _draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
+        """That of the draft model. Each rank has all of it: so small a model takes longer on several GPUs than on one.
+        Ranks need not agree on drafts, as the scheduler sends them those of the first."""
+        assert self.model_config.draft is not None
+        scheduler = replace(config.scheduler, num_speculative_tokens=0, draft_model=None)
+        its = replace(
+            config, model=draft_model, draft_model=None, scheduler=scheduler, tp=1, enable_lora=False,
+            max_cudagraph_capture_size=min(config.max_cudagraph_capture_size or MOST_RUNNING, MOST_RUNNING),
+        )  # fmt: skip
+        model_config, tp = self.model_config.draft, TensorParallel()
+        return Worker(its, model_config, self.max_model_len, self.registry, tp, self.device_index)
 
     def use_device(self) -> None:
         """Make this rank's GPU the calling thread's current device (torch keeps it per thread)."""
@@ -143,6 +161,9 @@ class Worker:
         if self.runner is None:
             raise was_shut_down()
         with self._on_device():
+            if batch.num_drafts:
+                assert self._drafter is not None
+                return self._drafter.launch(batch)
             return self.runner.launch(batch)
 
     def guide(self, masks: TokenMasks) -> None:
@@ -220,7 +241,23 @@ class Worker:
     @torch.inference_mode()
     def _start(self) -> int:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
-        runner = self.runner = self._build(device)
+        runner = self._load(device)
+        ours = [(self, runner)]
+        if self._draft is not None:
+            drafts = self._draft._load(device, runner)
+            ours.append((self._draft, drafts))
+            self._drafter = Drafter(drafts)
+        graphs = [worker._ready_to_run(its, device) for worker, its in ours]
+        self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
+        for (worker, its), its_graphs in zip(ours, graphs, strict=True):
+            worker.num_blocks = self.num_blocks
+            worker._bind(its, self.num_blocks, device)
+            worker._capture(its, *its_graphs)
+        return self.num_blocks
+
+    def _load(self, device: torch.device, beside: ModelRunner | None = None) -> ModelRunner:
+        """Load the model. ``beside``: of the model that it drafts for."""
+        runner = self.runner = self._build(device, beside)
         self.packed_weights = pack_weights(
             runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._memory,
             self._least_cache_bytes(), attends_plainly(runner.attention),
@@ -231,17 +268,18 @@ class Worker:
             self._sleeping.take("copies", dict(packed_tensors(cast(nn.Module, runner.model))))
             if self._memory is not None:
                 self._memory.beside = self._sleeping.nbytes
+        return runner
+
+    def _ready_to_run(self, runner: ModelRunner, device: torch.device) -> _Graphs:
+        """Have all kernels, and a cache of one block, so that steps can run. Returns what is left to ``_capture``."""
         if self.device_type == "cuda":
             self._bind(runner, 0, device)
         graphs = self._graphs(runner)
         if self.device_type == "cuda":
             self._find_kernels(runner, *graphs)
-        self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
-        self._bind(runner, self.num_blocks, device)
-        self._capture(runner, *graphs)
-        return self.num_blocks
+        return graphs
 
-    def _build(self, device: torch.device) -> ModelRunner:
+    def _build(self, device: torch.device, beside: ModelRunner | None) -> ModelRunner:
         """The model with its weights, the sampler and the attention backend, in a runner."""
         config, model_config = self.config, self.model_config
         model_name = self.registry.model_for_architecture(model_config.architecture).name
@@ -265,13 +303,7 @@ class Worker:
             self.registry.entry("model", model_name), model, model_config.hidden_size, model_config.vocab_size
         )
         num_slots = config.scheduler.max_num_seqs
-        sampler_class = self.registry.resolve("sampler", config.sampler.name)
-        with self.registry.building("sampler", config.sampler.name):
-            sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
-        entry = self.registry.entry("sampler", config.sampler.name)
-        look_at_sampler(entry, sampler, model_config.vocab_size)
-        if why := undoes_sample(sampler_class):
-            self.registry.pass_over(PluginError(f"{entry}: {why}"))
+        sampler = self._sampler(num_slots, device) if beside is None else beside.sampler
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
         runner = ModelRunner(
             model,
@@ -283,16 +315,28 @@ class Worker:
             block_size=self.spec.block_size,
             hidden_size=model_config.hidden_size,
             device=device,
+            beside=beside,
         )
         runner.adapters = adapters
         return runner
+
+    def _sampler(self, num_slots: int, device: torch.device) -> Sampler:
+        config, vocab_size = self.config, self.model_config.vocab_size
+        sampler_class = self.registry.resolve("sampler", config.sampler.name)
+        with self.registry.building("sampler", config.sampler.name):
+            sampler: Sampler = sampler_class(num_slots + 1, vocab_size, device, config.sampler.options)
+        entry = self.registry.entry("sampler", config.sampler.name)
+        look_at_sampler(entry, sampler, vocab_size)
+        if why := undoes_sample(sampler_class):
+            self.registry.pass_over(PluginError(f"{entry}: {why}"))
+        return sampler
 
     def _bind(self, runner: ModelRunner, num_blocks: int, device: torch.device) -> None:
         cache = self._cache(num_blocks, device)
         with calling("attention backend", self.choice.name, runner.attention, "bind"):
             runner.attention.bind(cache)
 
-    def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]:
+    def _graphs(self, runner: ModelRunner) -> _Graphs:
         """The graphs for this device, backend and configuration, not yet captured."""
         if self.device_type != "cuda" or self.config.enforce_eager or not self.choice.cuda_graphs():
             return None, None, None
@@ -351,7 +395,8 @@ class Worker:
         kept = self.dtype if self.config.quantization == "none" else self.config.quantization
         cache = ", fp8 cache" if self.config.cache.dtype == "fp8" else ""
         lora = ", LoRA merged" if self.config.model.lora is not None else ""
-        return f"{kept} weights{lora}{', packed' if self.packed_weights else ''}{cache}"
+        draft = "" if self.config.draft_model is None else f", drafts of {self.config.scheduler.draft_model}"
+        return f"{kept} weights{lora}{', packed' if self.packed_weights else ''}{cache}{draft}"
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
@@ -370,6 +415,7 @@ class Worker:
     def shutdown(self) -> None:
         """Drop the weights, cache and graphs, and return their memory to the device."""
         runner, self.runner, self._sleeping = self.runner, None, None
+        self._draft = self._drafter = None
         with self._on_device():
             if self.device_type == "cuda":
                 torch.cuda.synchronize()  # a step in flight writes to host memory, too
@@ -399,8 +445,10 @@ class Worker:
             ) from error
 
     def _block_bytes(self) -> int:
+        """Of keys and values, the draft model's included."""
         spec, itemsize = self.spec, self.spec.cache_dtype.itemsize
-        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
+        drafts = 0 if self._draft is None else self._draft._block_bytes()
+        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize + drafts
 
     def _least_cache_bytes(self) -> int:
         """The bytes of ``cache.num_blocks``, or of one sequence of the user's ``max_model_len``."""
@@ -442,6 +490,8 @@ class Worker:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len, adapted=self.config.enable_lora)
+        if self._drafter is not None:
+            self._drafter.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         return self._memory.left() - peak

@@ -35,6 +35,7 @@ class Setting:
     threshold: int
     drafts: int
     least: int
+    asks: bool
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def setting(draw: st.DrawFn) -> Setting:
         threshold=draw(st.sampled_from((0, 0, 1, 3, 8))),
         drafts=draw(st.sampled_from((0, 1, 2, 3, 7))),
         least=draw(st.integers(1, 2)),
+        asks=draw(st.booleans()),
     )
 
 
@@ -147,6 +149,7 @@ class SchedulerConformance(Conformance):
         check()
 
     def _play(self, where: Setting, story: list[Add | Abort | Steps]) -> None:
+        drafts = min(where.drafts, where.max_num_seqs - 1) if self._class.speculates else 0
         longest = max(len(op.ask.prompt) + op.ask.max_tokens for op in story if isinstance(op, Add))
         num_blocks = max(cdiv(min(longest, MAX_LEN) - 1, where.block_size) + where.spare, 1)
         world = self.make(
@@ -160,8 +163,9 @@ class SchedulerConformance(Conformance):
             max_num_partial_prefills=where.partial,
             max_long_partial_prefills=where.long,
             long_prefill_token_threshold=where.threshold,
-            num_speculative_tokens=min(where.drafts, where.max_num_seqs - 1) if self._class.speculates else 0,
+            num_speculative_tokens=drafts,
             prompt_lookup_min=where.least,
+            draft_model="any" if drafts and where.asks and self._class.asks_draft_models else None,
         )
         work = 0
         for op in story:

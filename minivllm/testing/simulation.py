@@ -110,6 +110,7 @@ class World:
         self.last_token = np.full(self.options.max_num_seqs, -1)
         self.number = np.full(self.options.max_num_seqs, -1)  # by slot, what Sampler.prepare was given
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) → the state that was written there
+        self.draft_cache: dict[tuple[int, int], int] = {}  # the same, of the draft model
         self.told: dict[str, int] = {}  # tokens committed, by request
         self.scored: dict[str, int] = {}  # by request, leading prompt tokens that are scored or need not be
         self.generations: dict[int, set[int]] = {}  # by slot, generations that were admitted
@@ -142,7 +143,7 @@ class World:
     def step(self) -> bool:
         """Does what ``LLMEngine.step`` does; returns whether there was anything to do."""
         while len(self.under_way) < self.depth:
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.ask_for_drafts() or self.scheduler.schedule()
             self.scheduler.check()
             self.scheduler.blocks.check()
             if batch is None:
@@ -176,6 +177,8 @@ class World:
         """Run a step, checking everything that a device would trust; returns the sampled tokens."""
         s = self.scheduler
         self.batches.append(batch)
+        if batch.num_drafts:
+            return self._draft(batch)
         self._check_shape(batch)
         self.check_policy(batch)
 
@@ -226,6 +229,35 @@ class World:
         self._check_scored(batch)
         self._check_cascade(batch, [self._story(slot) for slot, _, _, _ in rows])
         return sampled
+
+    def _draft(self, batch: Batch) -> np.ndarray:
+        """A step of a draft model, which is wrong about each seventh token."""
+        asked, most = self.options.num_speculative_tokens, self.options.max_num_batched_tokens
+        assert self.scheduler.asks_draft_models and batch.num_drafts == asked
+        assert batch.num_decodes == 0 and not len(batch.admitted_slots) and batch.scored is None
+        assert 0 < batch.num_new.sum() == len(batch.token_ids) <= most and (batch.num_new > 0).all()
+        assert len(set(batch.slots.tolist())) == len(batch.slots), "a sequence is drafted twice"
+        self.tables[batch.block_slots, batch.block_indices] = batch.block_ids
+        drafts, at = [], 0
+        of_rows = (batch.slots, batch.generations, batch.num_computed, batch.num_new, batch.samples)
+        for slot, generation, c, n, ends in zip(*(x.tolist() for x in of_rows), strict=True):
+            assert generation in self.generations[slot]
+            story, table = self._story(slot), self.tables[slot].tolist()
+            assert batch.token_ids[at : at + n].tolist() == story.tokens[c : c + n]
+            at += n
+            states, draft = story.states[: c + n], [0] * batch.num_drafts
+            for i in range(batch.num_drafts if ends else 1):
+                new = range(c, c + n) if i == 0 else range(c + n + i - 1, c + n + i)
+                for p in new:
+                    assert table[p // self.size] > 0, "block 0 is padding's"
+                    self.draft_cache[table[p // self.size], p % self.size] = states[p]
+                seen = [self.draft_cache.get((table[p // self.size], p % self.size)) for p in range(new.stop)]
+                assert seen == states, f"the draft model reads another history than that of slot {slot}"
+                token = (story.after(states) + (states[-1] % 7 == 0)) % VOCAB
+                states, draft[i] = [*states, hash((states[-1], token))], token
+            if ends:
+                drafts.append(draft)
+        return np.array(drafts, dtype=np.int32).T.reshape(-1)
 
     def _story(self, slot: int) -> Story:
         seq = self.scheduler.sequences[slot]

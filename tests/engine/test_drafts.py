@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ from test_llm import SMALL, run, usable
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.bench.recorder import StepRecorder
+from minivllm.core.drafter import Drafter
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.errors import ConfigError
 
 Engine = Callable[..., LLM]
+Checkpoints = Callable[..., Path]
 DRAFTS = {"scheduler.num_speculative_tokens": 4, "scheduler.prompt_lookup_min": 1}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -63,6 +66,41 @@ def test_any_request_gets_the_tokens_that_it_gets_without(how: dict[str, Any], e
     assert 0 < stats.accepted_tokens < stats.draft_tokens and stats.drafts <= stats.draft_tokens / 2
     assert (stats.preemptions > 0) == (how["cache.num_blocks"] == 26)
     usable(llm)
+
+
+@pytest.mark.parametrize("how", [
+    {"cache.num_blocks": 200},
+    {"cache.num_blocks": 200, "scheduler.async_scheduling": "false", "scheduler": "prefill_first"},
+    {"cache.num_blocks": 26, "scheduler.max_num_batched_tokens": 24},
+], ids=["pipelined", "step by step", "preempted"])  # fmt: skip
+@pytest.mark.parametrize("right", [True, False])
+def test_a_draft_model_changes_no_token(
+    how: dict[str, Any], right: bool, engine: Engine, tiny_checkpoint: Checkpoints
+) -> None:
+    """The model itself, which is always right, at any temperature; and another, which hardly ever is."""
+    expected = run(engine(**SMALL), *requests())
+    draft = tiny_checkpoint("qwen3") if right else tiny_checkpoint("llama", seed=5)
+    llm = engine(**SMALL | {"scheduler.num_speculative_tokens": 3, "scheduler.draft_model": draft} | how)
+    outputs = run(llm, *requests())
+    assert told(outputs) == told(expected)
+    assert values(outputs) == pytest.approx(values(expected), abs=1e-4)
+    stats = llm.engine.stats
+    share = stats.accepted_tokens / stats.draft_tokens
+    assert share > 0.95 if right else share < 0.2
+    assert (stats.preemptions > 0) == (how["cache.num_blocks"] == 26)
+    assert ("drafts of" in llm.engine.describe()["weights"]) and llm.engine.config.draft_model is not None
+    usable(llm)
+
+
+def test_two_tokens_behind_a_whole_draft_are_read_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with CUDA graphs, whose decodes take less time than a prompt of two tokens."""
+    monkeypatch.setattr(Drafter, "few_tokens", property(lambda self: 2))
+    plain = engine(**SMALL)
+    expected, same = run(plain, *requests()), plain.engine.config.model.path
+    llm = engine(**SMALL | {"scheduler.num_speculative_tokens": 3, "scheduler.draft_model": same})
+    assert told(run(llm, *requests())) == told(expected)
+    stats = llm.engine.stats
+    assert stats.accepted_tokens > 0.95 * stats.draft_tokens, "what it reads is what it would have read at once"
 
 
 def test_a_stop_string_or_token_amid_a_draft_ends_the_answer_there(engine: Engine) -> None:
@@ -141,8 +179,15 @@ def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    ({"method": "eagle", "num_speculative_tokens": 2}, "Allowed: ngram"),
-    ({"model": "x"}, "model, which is not supported"),
+    ({"method": "eagle", "num_speculative_tokens": 2}, "Allowed: ngram, draft_model"),
+    ({"modle": "x"}, "has modle, which is not supported. Did you mean model"),
+    ({"model": "x"}, "lacks num_speculative_tokens"),
+    ({"method": "draft_model", "num_speculative_tokens": 2}, "method=draft_model lacks model, a smaller one"),
+    ({"method": "ngram", "model": "demo", "num_speculative_tokens": 2}, "method=ngram has model='demo', which it does"),
+    ({"model": "demo", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "prompt_lookup_max .* for method=ngram"),
+    ({"model": "dmeo", "num_speculative_tokens": 2}, "scheduler.draft_model=dmeo: .*Did you mean demo"),
+    ({"model": "/nowhere", "num_speculative_tokens": 2}, "scheduler.draft_model=/nowhere: .*no such folder"),
+    ({"model": 5, "num_speculative_tokens": 2}, "model=5 is not"),
     ({"method": "ngram"}, "lacks num_speculative_tokens"),
     ("ngram", "it is a mapping"),
     ({"num_speculative_tokens": 512}, "max_num_seqs=512"),
@@ -158,3 +203,26 @@ def test_a_scheduler_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(MixedScheduler, "speculates", False)
     with pytest.raises(ConfigError, match="not supported by scheduler=mixed"):
         LLM("demo", device="cpu", speculative_config={"num_speculative_tokens": 2})
+
+
+def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
+    def refusal(**given: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            LLM("demo", device="cpu", **given)
+        return str(caught.value)
+
+    other, short = tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", vocab_size=3072, max_position_embeddings=64)
+    said = refusal(speculative_config={"model": str(other), "num_speculative_tokens": 2})
+    assert "a vocabulary of 512 tokens" in said and "the same family" in said and f"draft_model={other}" in said
+    said = refusal(speculative_config={"model": str(short), "num_speculative_tokens": 2})
+    assert "64 positions" in said and said.endswith("type max_model_len=64")
+    said = refusal(speculative_config={"model": "demo", "num_speculative_tokens": 2}, enable_sleep_mode=True)
+    assert "enable_sleep_mode=true" in said
+    said = refusal(overrides=["scheduler.draft_model=demo"])
+    assert "add scheduler.num_speculative_tokens=5" in said
+
+
+def test_a_scheduler_that_asks_no_draft_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixedScheduler, "asks_draft_models", False)
+    with pytest.raises(ConfigError, match="draft_model=demo is not supported by scheduler=mixed"):
+        LLM("demo", device="cpu", speculative_config={"model": "demo", "num_speculative_tokens": 2})

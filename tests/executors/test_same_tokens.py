@@ -40,9 +40,11 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
     overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
     slots = 8
-    if tp == 2:  # drafts change nothing either
+    if tp > 1:  # drafts change nothing either
         overrides += ["scheduler.num_speculative_tokens=3", "scheduler.prompt_lookup_min=1"]
         slots = 20
+    if tp == 4:
+        overrides[-1] = f"scheduler.draft_model={folder}"
     with LLM(
         str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=slots
     ) as llm:
@@ -61,7 +63,8 @@ def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
                 engine.abort(str(steps))
             engine.scheduler.check()
         assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
-        assert (engine.stats.draft_tokens > 0) == (tp == 2)
+        assert (engine.stats.draft_tokens > 0) == (tp > 1)
+        assert tp < 4 or engine.stats.accepted_tokens > 0.9 * engine.stats.draft_tokens
         assert engine.scheduler.blocks.num_free == BLOCKS
         assert engine.describe().get("ranks", 1) == tp
     return answers

@@ -1,0 +1,79 @@
+"""Runs the draft model of ``core/draft_model.py`` on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import NO_INTS, Batch
+from minivllm.core.landing import Packed
+from minivllm.core.staging import Staging
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces import StepHandle
+    from minivllm.core.model_runner import ModelRunner
+
+
+class Drafter:
+    """Has the draft model write drafts. ``runner``: the draft model's."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._staging = Staging(runner.device)
+
+    @property
+    def few_tokens(self) -> int:
+        """So many a row, which it has not seen, are computed as decodes: after a draft there are one or two."""
+        return 1 if self.runner.graphs is None else 2
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepHandle:
+        """A step with ``num_drafts``: the tokens that it brings, then, for each further token of the drafts, the one
+        before."""
+        run, ends = self.runner, batch.samples
+        step = self._read(batch)
+        if not ends.any():
+            return step
+        decodes = _decodes(batch, ends, (batch.num_computed + batch.num_new)[ends])
+        (slots,) = self._staging.send(decodes.slots.astype(np.int64))
+        found = torch.empty((batch.num_drafts, len(decodes.slots)), dtype=torch.int64, device=run.device)
+        for i in range(batch.num_drafts):
+            if i:
+                run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
+            torch.index_select(run.last_token, 0, slots, out=found[i])
+        return run.land(found.numel(), np.arange(found.numel()), Packed.of(found.view(-1), None))
+
+    def _read(self, batch: Batch) -> StepHandle:
+        """Compute the batch's tokens; the draft's first is sampled after them."""
+        run = self.runner
+        longest = int(batch.num_new.max())
+        if longest > self.few_tokens or not batch.samples.all():
+            return run.launch(replace(batch, num_drafts=0))
+        behind = np.cumsum(batch.num_new)
+        for left in reversed(range(longest)):
+            rows = batch.num_new > left
+            decodes = _decodes(batch, rows, (batch.num_computed + batch.num_new)[rows] - left - 1)
+            if left == longest - 1:
+                names = ("block_slots", "block_indices", "block_ids")
+                decodes = replace(decodes, **{name: getattr(batch, name) for name in names})
+            tokens = batch.token_ids[behind[rows] - left - 1]
+            slots, tokens_, computed = self._staging.send(
+                *(x.astype(np.int64) for x in (decodes.slots, tokens, decodes.num_computed))
+            )
+            run.last_token.index_copy_(0, slots, tokens_)
+            run.num_computed.index_copy_(0, slots, computed)
+            step = run.launch(decodes)
+        return step
+
+
+def _decodes(batch: Batch, rows: np.ndarray, computed: np.ndarray) -> Batch:
+    """A step that decodes these rows (n,) bool, of whose sequences so many tokens are ``computed``."""
+    n = len(computed)
+    return replace(
+        batch, slots=batch.slots[rows], generations=batch.generations[rows], num_computed=computed,
+        num_new=np.ones(n, dtype=np.int32), samples=np.ones(n, dtype=bool), num_decodes=n, token_ids=NO_INTS,
+        block_slots=NO_INTS, block_indices=NO_INTS, block_ids=NO_INTS, num_drafts=0,
+    )  # fmt: skip
