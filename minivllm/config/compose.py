@@ -154,8 +154,8 @@ def compose_engine_config(
 def _add_keywords(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:
     """Add to ``asked``, values by key, what ``vllm.LLM``'s keywords ask for. Raises ConfigError for an unknown one, or
     one that contradicts what is asked already."""
-    if isinstance(kwargs.get("speculative_config"), Mapping):
-        asked |= speculative_keys(kwargs.pop("speculative_config"))
+    if (speculation := kwargs.pop("speculative_config", None)) is not None:
+        asked |= speculative_keys(speculation)
     for name, value in kwargs.items():
         if check_neutral(name, value):
             continue

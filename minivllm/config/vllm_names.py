@@ -154,7 +154,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec_method": ((), _SPECULATION),
     "spec_model": ((), _SPECULATION),
     "spec_tokens": ((), _SPECULATION),
-    "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
     "stream_interval": ((1,), "each step's tokens are returned at once"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
@@ -266,8 +265,10 @@ def check_neutral(name: str, value: Any) -> bool:
     return True
 
 
-def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def speculative_keys(config: Any) -> dict[str, Any]:
     """Our keys and values for vLLM's ``speculative_config``. Raises ConfigError for what is not supported."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={shown(config)} is not a dict; {_SPECULATION}, or leave it out")
     allowed = ("method", *_LOOKUP_KEYS)
     if unknown := next((name for name in config if name not in allowed), None):
         raise ConfigError(
