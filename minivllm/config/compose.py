@@ -15,6 +15,7 @@ from minivllm.config.modes import MODES, ModeOptions
 from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote, tokenizer_source
 from minivllm.config.schema import EngineSchema
 from minivllm.config.settle import (
+    check_lora,
     check_ranges,
     check_scheduler,
     freeze,
@@ -146,9 +147,12 @@ def compose_engine_config(
     ):
         if value != default:
             asked[key] = value
+    max_cpu_loras = kwargs.pop("max_cpu_loras", None)
     _add_keywords(asked, kwargs)
     typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
-    return compose([*typed, *last], registry, mode="").engine
+    engine = compose([*typed, *last], registry, mode="").engine
+    check_lora(engine, max_cpu_loras)
+    return engine
 
 
 def _add_keywords(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:

@@ -115,7 +115,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "master_addr": ((str,), "not supported; type executor=torchrun"),  # unused on one node
     "master_port": ((int,), "not supported; type executor=torchrun"),
     "max_context_len_to_capture": ((int,), "it is a whole number"),
-    "max_cpu_loras": ((int,), "adapters are read from their folders"),
     "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
     "max_num_queued_reqs": ((), "it is a key of mode serve: `minivllm serve max_waiting=N`"),
     "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths

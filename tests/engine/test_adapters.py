@@ -198,7 +198,7 @@ def test_the_checkpoint_in_fp8(world: World, make: Callable[..., LLM]) -> None:
 
 
 def test_scores_of_prompts_and_samples(world: World, make: Callable[..., LLM]) -> None:
-    llm, merged = make(), make(None, f"model.lora={world.home / 'adapter0'}", enable_lora=False)
+    llm, merged = make(), make(None, f"model.lora={world.home / 'adapter0'}", enable_lora=False, max_loras=1)
     params = SamplingParams(seed=3, n=2, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     [ours], [theirs] = (
         one.generate([SHARED], params, use_tqdm=False, lora_request=its)
@@ -329,7 +329,7 @@ def test_it_sleeps_and_wakes_up(world: World, make: Callable[..., LLM], level: i
 
 
 def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
-    llm = make(enable_lora=False)
+    llm = make(enable_lora=False, max_loras=1)
     for call in (
         lambda: llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=world.requests[1]),
         lambda: llm.engine.add_lora(world.requests[1]),
@@ -492,6 +492,8 @@ def test_a_line_that_is_refused_is_named(world: World, tmp_path: Path, capsys: p
     assert f"minivllm: {tmp_path}/in.jsonl, line 4: lora_path=/nowhere does not exist" in capsys.readouterr().err
     assert cli.main(["device=cpu", "lora_modules.sql=/x"]) == 2
     assert "lora_modules is a key of mode serve, not of mode generate" in capsys.readouterr().err
+    assert cli.main(["device=cpu", "max_lora_rank=32"]) == 2
+    assert "max_lora_rank=32: the engine would have no adapters of single requests; add" in capsys.readouterr().err
 
 
 def test_lines_of_a_prompts_file(
