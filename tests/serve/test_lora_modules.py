@@ -513,7 +513,10 @@ def test_a_server_of_two_processes(
     (["enable_lora=true", "lora_modules.demo=/x"], "lora_modules: 'demo' is the name of the model itself; choose"),
     (["enable_lora=true", "served_model_name=a", "lora_modules.a=/x"], "'a' is the name of the model itself"),
     (["enable_lora=true", "lora_modules={a: 5}"], "lora_modules: 'a': 5 is no name with a folder or a repository"),
-    (["enable_lora=true", "lora_modules.a.b=/x"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
+    (["enable_lora=true", "lora_modules={a: {b: /x}}"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
+    (["lora_modules.v1.5=~/my x"], """a name with a dot needs braces; type 'lora_modules={v1.5: "~/my x"}'"""),
+    (["lora_modules.'v1.5'='x'"], """a name with a dot needs braces; type 'lora_modules={v1.5: "x"}'"""),
+    (["lora_modules={1.5: /x}"], "1.5 is not read as a key's name there; choose another"),
     (["enable_lora=true", "lora_modules={1: /x}"], "1 is not read as a key's name there; type lora_modules.1=VALUE"),
     (["enable_lora=true", "lora_modules=a=/x"], "lora_modules is a mapping; type lora_modules.a=/x"),
     (["enable_lora=true", "lora_module.a=/x"], "there is no key lora_module.a. Did you mean lora_modules?"),
@@ -524,6 +527,11 @@ def test_a_wrong_command_line(typed: list[str], why: str, capsys: pytest.Capture
     assert cli.main(["serve", *typed]) == 2
     err = capsys.readouterr().err
     assert why in err and err.count("\n") == 1
+
+
+def test_a_name_with_a_dot_may_be_typed_in_braces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--cfg", 'lora_modules={v1.5: "~/my x"}', "lora_modules.b=/y"]) == 0
+    assert "lora_modules:\n  v1.5: ~/my x\n  b: /y\n" in capsys.readouterr().out
 
 
 def test_one_that_cannot_be_used_stops_the_start(
