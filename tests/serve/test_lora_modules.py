@@ -386,8 +386,11 @@ def test_loading_needs_a_place_and_an_engine_that_is_awake(
     monkeypatch.undo()
     assert [one.answer().status_code for one in run] == [200, 200]
     assert server.post("/sleep").status_code == 200
-    told(server.post(LOAD, **mine), 400, "the engine sleeps; call wake_up() first")
+    told(server.post(LOAD, **mine), 400, "the engine sleeps; call wake_up() first (of a server: POST /wake_up)")
+    assert server.post("/wake_up").status_code == server.post("/sleep?level=2").status_code == 200
     assert server.post("/wake_up").status_code == 200
+    told(server.post(LOAD, **mine), 400, "call reload_weights first (of a server: POST /reload_weights)")
+    assert server.post("/reload_weights").status_code == 200
     assert server.post(LOAD, **mine).status_code == 200
 
 
