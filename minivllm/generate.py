@@ -97,7 +97,7 @@ def run(composed: Composed) -> int:
 def _adapters(asked: Sequence[Asked]) -> list[LoRARequest | None]:
     """Each prompt's LoRA adapter; those of one path are one."""
     paths = dict.fromkeys(a.lora_path for a in asked if a.lora_path is not None)
-    named = {path: LoRARequest(path, number, path) for number, path in enumerate(paths, 1)}
+    named = {path: LoRARequest(f"adapter {number}", number, path) for number, path in enumerate(paths, 1)}
     return [None if a.lora_path is None else named[a.lora_path] for a in asked]
 
 

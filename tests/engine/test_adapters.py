@@ -343,6 +343,9 @@ def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
     [
         (("", 1, "x"), "lora_name='' is not a name"),
         ((5, 1, "x"), "lora_name=5 is not a name"),
+        (("a\nb", 1, "x"), r"lora_name='a\\nb' is not a name, which is text without control characters"),
+        (("a\x7f", 1, "x"), r"lora_name='a\\x7f' is not a name"),
+        (("a\u2028b", 1, "x"), r"lora_name='a\\u2028b' is not a name"),
         (("a", 0, "x"), "lora_int_id=0 is not a whole number from 1 on"),
         (("a", True, "x"), "lora_int_id=True is not a whole number from 1 on"),
         (("a", "1", "x"), "lora_int_id='1' is not a whole number from 1 on"),
@@ -354,6 +357,11 @@ def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
 def test_what_is_no_request(given: tuple[Any, ...], why: str) -> None:
     with pytest.raises(RequestError, match=why):
         LoRARequest(*given)
+
+
+@pytest.mark.parametrize("name", ["sql", "my sql: v1.5/ä", "🏳\ufe0f\u200d🌈"])
+def test_names(name: str) -> None:
+    assert LoRARequest(name, 1, "x").name == name
 
 
 @pytest.mark.parametrize("name", ["base_model_name", "tensorizer_config_dict"])

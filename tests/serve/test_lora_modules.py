@@ -347,6 +347,7 @@ def test_what_cannot_be_loaded(
     told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, "has no adapter_config.json", "lora_path")
     told(server.post(LOAD, lora_name="tiny", lora_path=there), 400, "is the name of the model itself", "lora_name")
     told(server.post(LOAD, lora_name="", lora_path=there), 400, "lora_name='' is not a name", "lora_name")
+    told(server.post(LOAD, lora_name="a\r\n", lora_path=there), 400, r"lora_name='a\r\n' is not a name", "lora_name")
     told(server.post(LOAD, lora_name="x", lora_path=""), 400, "lora_path='' is not the path", "lora_path")
     told(server.post(LOAD, lora_name="x"), 400, "lora_path: Field required", "lora_path")
     told(server.post(LOAD, lora_name=5, lora_path=there), 400, "lora_name: ", "lora_name")
@@ -516,6 +517,7 @@ def test_a_server_of_two_processes(
     (["enable_lora=true", "lora_modules.demo=/x"], "lora_modules: 'demo' is the name of the model itself; choose"),
     (["enable_lora=true", "served_model_name=a", "lora_modules.a=/x"], "'a' is the name of the model itself"),
     (["enable_lora=true", "lora_modules={a: 5}"], "lora_modules: 'a': 5 is no name with a folder or a repository"),
+    (["enable_lora=true", "lora_modules={a\tb: /x}"], r"lora_modules: 'a\tb': '/x' is no name with a folder or a repo"),
     (["enable_lora=true", "lora_modules={a: {b: /x}}"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
     (["lora_modules.v1.5=~/my x"], """a name with a dot needs braces; type 'lora_modules={v1.5: "~/my x"}'"""),
     (["lora_modules.'v1.5'='x'"], """a name with a dot needs braces; type 'lora_modules={v1.5: "x"}'"""),
