@@ -21,7 +21,7 @@ from test_reload_weights import Asked
 
 from minivllm import LLM, SamplingParams, cli
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import BusyError, ConfigError, ContextLengthError, RequestError
+from minivllm.errors import BusyError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from minivllm.serve.app import create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.engine_loop import EngineLoop
@@ -415,6 +415,20 @@ def test_options_that_contradict_themselves(llm: LLM, adapters: list[LoRARequest
     refused(r"adapters=\('sql',\) is not a tuple of LoRARequest\(NAME, ID, DIR\)", "sql")
     with pytest.raises(ConfigError, match=r"adapters=LoRARequest\(.*\) is not a tuple of LoRARequest"):
         create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=sql))  # type: ignore[arg-type]
+
+
+def test_adapters_that_the_engine_could_not_have(
+    llm: LLM, make_llm: Callable[..., LLM], adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    def make(llm: LLM, *given: LoRARequest) -> None:
+        create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=given))
+
+    with pytest.raises(ConfigError, match="without adapters of single requests; add enable_lora=True"):
+        make(make_llm(), adapters[0])
+    make(make_llm())
+    for path, why in (("/nowhere", "/nowhere does not exist; pass a folder"), (tmp_path, "has no adapter_config.json")):
+        with pytest.raises(CheckpointError, match=f"lora_path=.*{why}"):
+            make(llm, adapters[0], replace(adapters[1], lora_path=str(path)))
 
 
 def test_fields_that_name_no_adapter(server: Running) -> None:
