@@ -504,6 +504,25 @@ def test_a_line_that_is_refused_is_named(world: World, tmp_path: Path, capsys: p
     assert "max_lora_rank=32: the engine would have no adapters of single requests; add" in capsys.readouterr().err
 
 
+def test_a_line_that_names_another_model(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server would have an adapter of that name; without adapters the key means nothing."""
+    its, file = world.requests[1], tmp_path / "in.jsonl"
+    assert its is not None
+    lines = [
+        {"prompt": "a", "model": str(world.folder)}, {"prompt": "a", "model": None},
+        {"prompt": "a", "model": "sql", "lora_path": its.lora_path},
+    ]  # fmt: skip
+    typed = [f"model.path={world.folder}", "device=cpu", f"prompts_file={file}", "cache.num_blocks=64", "max_tokens=1"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert cli.main([*typed, "enable_lora=true"]) == 0
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "model": "sql"}')
+    assert cli.main(typed) == 0
+    capsys.readouterr()
+    assert cli.main([*typed, "enable_lora=true"]) == 2
+    said = f"{file}, line 2 has model='sql', which is another than the one that runs; a line's adapter is its lora_path"
+    assert said in capsys.readouterr().err
+
+
 def test_lines_of_a_prompts_file(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
