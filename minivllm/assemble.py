@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.config.settle import check_options
+from minivllm.config.settle import check_lora, check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.interfaces import Sampler
@@ -55,6 +55,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     from minivllm.plugins.manager import default_registry
 
     registry = default_registry()
+    check_lora(config)
     _check_adapter(config)
     path, model_config = find_model(config)
     component, option = registry.model_for_architecture(model_config.architecture), config.model.name

@@ -24,6 +24,7 @@ from minivllm.files import check_writable, read_stream, read_text
 
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
+    from minivllm.config.engine_config import ModelOptions
     from minivllm.core.outputs import RequestOutput
 
 SAMPLES = ("Once upon a time", "The engine", "In a small village")
@@ -53,11 +54,12 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, and ``where`` it is from, if that is a line."""
+    """A prompt, and ``where`` it is from, if that is a line. ``model``: of a line, whatever it is."""
 
     prompt: Prompt
     priority: int = 0
     lora_path: str | None = None
+    model: Any = None
     where: str = field(default="", compare=False)
 
 
@@ -67,6 +69,8 @@ def run(composed: Composed) -> int:
     assert isinstance(options, GenerateOptions)
     params = options.sampling_params(logprobs=options.logprobs)  # refused before anything is loaded
     asked = read_prompts(options, sys.stdin)
+    if composed.engine.enable_lora:
+        _check_models(asked, composed.engine.model)
     to = options.output if composed.speaks or options.output is None else os.devnull
     if to not in (None, _STDOUT):
         check_writable(to, "output")
@@ -97,8 +101,18 @@ def run(composed: Composed) -> int:
 def _adapters(asked: Sequence[Asked]) -> list[LoRARequest | None]:
     """Each prompt's LoRA adapter; those of one path are one."""
     paths = dict.fromkeys(a.lora_path for a in asked if a.lora_path is not None)
-    named = {path: LoRARequest(path, number, path) for number, path in enumerate(paths, 1)}
+    named = {path: LoRARequest(f"adapter {number}", number, path) for number, path in enumerate(paths, 1)}
     return [None if a.lora_path is None else named[a.lora_path] for a in asked]
+
+
+def _check_models(asked: Sequence[Asked], ours: ModelOptions) -> None:
+    """Raises ConfigError for a line that would have an adapter on a server: it has another model, and no lora_path."""
+    for a in asked:
+        if a.lora_path is None and a.model not in (None, ours.name, ours.repo, ours.path):
+            raise ConfigError(
+                f"{a.where} has model={shown(a.model)}, which is another than the one that runs; a line's adapter is "
+                "its lora_path, a folder or ORG/NAME"
+            )
 
 
 def _by_line(message: str, asked: Sequence[Asked]) -> str:
@@ -130,7 +144,7 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
 def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
     """One prompt per line, stripped; blank lines are skipped. JSONL (by default if every line looks like an object):
     objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority`` and ``lora_path``, or plain strings.
-    An object's other keys are ignored unless they look like parameters."""
+    An object's other keys are ignored unless they look like parameters; its ``model`` is for the caller to check."""
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
@@ -164,9 +178,9 @@ def _json_prompt(line: str, where: str) -> Asked:
     if not (path is None or (isinstance(path, str) and path)):
         raise ConfigError(f"{where}: lora_path={shown(path)} is not the path of a folder, nor ORG/NAME")
     if key == "prompt" and isinstance(value, str):
-        return Asked(value, priority, path)
+        return Asked(value, priority, path, item.get("model"))
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
-        return Asked(value, priority, path)
+        return Asked(value, priority, path, item.get("model"))
     raise ConfigError(
         f"{where}: {key}={shown(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}"
     )

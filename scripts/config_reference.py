@@ -49,6 +49,7 @@ Without `prompts=` and `prompts_file=`, prompts are read from standard input, on
 If it is a terminal, or a pipe without input for 10 seconds, sample prompts are completed. A line of a `.json` or
 `.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and optionally `priority` and `lora_path`.
 Its other keys are ignored, except sampling parameters and what looks like one of the latter two, which are rejected.
+With `enable_lora=true` so is another `model` than the one that runs, unless there is a `lora_path`.
 
 `output=FILE` overwrites the file. A prompt's line is written as soon as it and those before it are complete; if the run
 ends early, those of all that are complete. It has `request_id`, `prompt`, `prompt_token_ids`, `text`, `token_ids`,

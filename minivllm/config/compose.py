@@ -24,6 +24,7 @@ from minivllm.config.overrides import (
 )
 from minivllm.config.schema import EngineSchema
 from minivllm.config.settle import (
+    check_lora,
     check_ranges,
     check_scheduler,
     freeze,
@@ -176,16 +177,19 @@ def compose_engine_config(
     ):
         if value != default:
             asked[key] = value
+    max_cpu_loras = kwargs.pop("max_cpu_loras", None)
     _add_keywords(asked, kwargs)
     typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
-    return compose([*typed, *last], registry, mode="").engine
+    engine = compose([*typed, *last], registry, mode="").engine
+    check_lora(engine, max_cpu_loras)
+    return engine
 
 
 def _add_keywords(asked: dict[str, Any], kwargs: dict[str, Any]) -> None:
     """Add to ``asked``, values by key, what ``vllm.LLM``'s keywords ask for. Raises ConfigError for an unknown one, or
     one that contradicts what is asked already."""
-    if isinstance(kwargs.get("speculative_config"), Mapping):
-        asked |= speculative_keys(kwargs.pop("speculative_config"))
+    if (speculation := kwargs.pop("speculative_config", None)) is not None:
+        asked |= speculative_keys(speculation)
     for name, value in kwargs.items():
         if check_neutral(name, value):
             continue

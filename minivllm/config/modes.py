@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from minivllm.config import schema
+from minivllm.core.lora_request import is_name
 from minivllm.core.model_config import FrozenDict
 from minivllm.errors import ConfigError, RequestError
 
@@ -84,7 +85,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for name, path in self.lora_modules.items():
-            if not (isinstance(name, str) and name and isinstance(path, str) and path):
+            if not (is_name(name) and isinstance(path, str) and path):
                 raise ConfigError(
                     f"lora_modules: {name!r}: {path!r} is no name with a folder or a repository; type "
                     "'lora_modules={NAME: DIR, NAME: ORG/NAME}'"

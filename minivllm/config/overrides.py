@@ -101,6 +101,10 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
         above = next((k for k in keys.values() if k.mapping and name.startswith(k.name + ".")), None)
         if above is None:
             raise ConfigError(_unknown_key(override, keys, mode, engine_only))
+        inner, value = (text.strip("'\"") for text in (name.removeprefix(f"{above.name}."), override.value))
+        if above.name == _PATHS and "." in inner:
+            typed = f"'{_PATHS}={{{inner}: {quote(value)}}}'"
+            raise ConfigError(f"{override.text}: a name with a dot needs braces; type {typed}")
         # A model's shape has keys that must not be mistyped; a component's options are checked against their own list.
         prefix = "++" if override.adds or above.name != "model.hf_config" else ""
         is_text = name in _TEXTS or above.name == _PATHS
@@ -122,7 +126,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
     elif key is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{override.text}: {name} is a mapping; type {name}={{key: value}} or {name}.KEY=VALUE")
     elif key is not None and (odd := next((its for its in value if not isinstance(its, str)), None)) is not None:
-        raise ConfigError(f"{override.text}: {odd} is not read as a key's name there; type {name}.{odd}=VALUE")
+        instead = "choose another" if "." in str(odd) else f"type {name}.{odd}=VALUE"
+        raise ConfigError(f"{override.text}: {odd} is not read as a key's name there; {instead}")
     return f"{prefix}{name}={override.value}"
 
 

@@ -10,9 +10,10 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_type_hints
 
+from minivllm.config.engine_config import EngineConfig
 from minivllm.config.keys import Key
 from minivllm.core.model_config import frozen
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 from minivllm.naming import did_you_mean, is_repository, listing
 from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
@@ -62,6 +63,27 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler.draft_model={scheduler.draft_model} drafts nothing with scheduler.num_speculative_tokens=0; "
             "add scheduler.num_speculative_tokens=5, or leave it out"
         )
+
+
+def check_lora(config: EngineConfig, max_cpu_loras: Any = None) -> None:
+    """Raises ConfigError for limits of requests' LoRA adapters where there are none. ``max_cpu_loras``: vLLM's, which
+    has no effect: adapters are read from their folders."""
+    if not (max_cpu_loras is None or (isinstance(max_cpu_loras, int) and max_cpu_loras >= 1)):
+        raise ConfigError(
+            f"max_cpu_loras={shown(max_cpu_loras)} is not a whole number from 1 on; leave it out, as it has no effect: "
+            "adapters are read from their folders"
+        )
+    usual = EngineConfig()
+    for name, value, default in (
+        ("max_loras", config.max_loras, usual.max_loras),
+        ("max_lora_rank", config.max_lora_rank, usual.max_lora_rank),
+        ("max_cpu_loras", max_cpu_loras, None),
+    ):
+        if value != default and not config.enable_lora:
+            raise ConfigError(
+                f"{name}={value}: the engine would have no adapters of single requests; add enable_lora=true (in "
+                f"Python: True), or leave {name} out"
+            )
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:

@@ -116,7 +116,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "master_addr": ((str,), "not supported; type executor=torchrun"),  # unused on one node
     "master_port": ((int,), "not supported; type executor=torchrun"),
     "max_context_len_to_capture": ((int,), "it is a whole number"),
-    "max_cpu_loras": ((int,), "adapters are read from their folders"),
     "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
     "max_num_queued_reqs": ((), "it is a key of mode serve: `minivllm serve max_waiting=N`"),
     "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths
@@ -155,7 +154,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec_method": ((), _SPECULATION),
     "spec_model": ((), _SPECULATION),
     "spec_tokens": ((), _SPECULATION),
-    "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
     "stream_interval": ((1,), "each step's tokens are returned at once"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
@@ -267,10 +265,11 @@ def check_neutral(name: str, value: Any) -> bool:
     return True
 
 
-def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def speculative_keys(config: Any) -> dict[str, Any]:
     """Our keys and values for vLLM's ``speculative_config``. Raises ConfigError for what is not supported."""
-    model = config.get("model")
-    allowed = ("method", "model", *_LOOKUP_KEYS)
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config={shown(config)} is not a dict; {_SPECULATION}, or leave it out")
+    model, allowed = config.get("model"), ("method", "model", *_LOOKUP_KEYS)
     if unknown := next((name for name in config if name not in allowed), None):
         raise ConfigError(
             f"speculative_config has {unknown}, which is not supported.{did_you_mean(str(unknown), allowed)} Allowed: "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 
 from minivllm.errors import RequestError, shown
+
+_BREAKS_LINES = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and Unicode's line ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,9 @@ class LoRARequest:
     tensorizer_config_dict: None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise RequestError(f"lora_name={shown(self.lora_name)} is not a name")
+        if not is_name(self.lora_name):
+            said = "is not a name, which is text without control characters"
+            raise RequestError(f"lora_name={shown(self.lora_name)} {said}")
         number: object = self.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise RequestError(f"lora_int_id={shown(number)} is not a whole number from 1 on")
@@ -48,3 +52,8 @@ class LoRARequest:
     @property
     def path(self) -> str:
         return os.fspath(self.lora_path)
+
+
+def is_name(value: object) -> bool:
+    """Whether an adapter may be called so."""
+    return isinstance(value, str) and bool(value) and _BREAKS_LINES.search(value) is None

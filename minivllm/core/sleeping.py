@@ -30,14 +30,19 @@ class Sleeping:
             return
         with of_whole_request():
             if not self.tags:
-                raise RequestError("sleep(level=2) gave the weights up; call reload_weights first")
+                raise RequestError(
+                    "sleep(level=2) gave the weights up; call reload_weights first (of a server: POST /reload_weights)"
+                )
             which = "" if len(self.tags) == len(MEMORY_TAGS) else f" (its {', '.join(self.tags)} not yet woken)"
-            raise RequestError(f"the engine sleeps{which}; call wake_up() first")
+            raise RequestError(f"the engine sleeps{which}; call wake_up() first (of a server: POST /wake_up)")
 
     def refuse_weights(self) -> None:
         """Raises RequestError if none can be loaded."""
         if "weights" in self.tags:
-            raise RequestError("the engine's weights sleep; call wake_up() or wake_up(['weights']) first")
+            raise RequestError(
+                "the engine's weights sleep; call wake_up() or wake_up(['weights']) first (of a server: POST /wake_up, "
+                "or /wake_up?tags=weights)"
+            )
 
 
 def checked_level(level: int) -> int:

@@ -20,8 +20,9 @@ _FEWEST, _MOST = -(2**63), 2**64 - 1  # whole numbers that llguidance can read
 def _check_other(name: Any, value: Any, *_: Any) -> None:
     """Raise RequestError for a keyword that is not a field, unless its value changes nothing."""
     if name != "disable_fallback":  # vLLM's; there is one backend
-        meant = did_you_mean(str(name), _FIELDS)
-        said = f"structured_outputs: there is no {shown(name)}.{meant} Allowed: {', '.join(_FIELDS)}"
+        named = [field for field in _FIELDS if field != "disable_additional_properties"]  # not supported
+        meant = did_you_mean(str(name), named)
+        said = f"structured_outputs: there is no {shown(name)}.{meant} Allowed: {', '.join(named)}"
         raise RequestError(said)
     if not isinstance(value, bool | None):
         raise _wrong(name, value, "is neither True nor False")

@@ -26,7 +26,8 @@ _NAME = "lora_name"  # a field of a request, beside PATH
 
 class NamedAdapters:
     """Iterating gives them in the order of their names' first loads. ``model_name``: no adapter's. Raises ConfigError
-    for what are no adapters, or have a name or number twice."""
+    for what are no adapters, have a name or number twice, or the engine has no use for, and CheckpointError for one
+    that is not there."""
 
     def __init__(self, engine: EngineClient, model_name: str, adapters: Sequence[LoRARequest]) -> None:
         if not isinstance(adapters, Sequence) or not all(isinstance(one, LoRARequest) for one in adapters):
@@ -38,6 +39,10 @@ class NamedAdapters:
             if twice := [value for value, times in Counter(values).items() if times > 1]:
                 also = ", or the model's own name" if twice[0] == model_name else ""
                 raise ConfigError(f"adapters: {key}={twice[0]!r} is another's{also}; give each its own")
+        if adapters and not engine.limits.enable_lora:
+            raise ConfigError("adapters: the engine was made without adapters of single requests; add enable_lora=True")
+        for one in adapters:
+            adapter_folder(one.path, PATH)
         self._engine, self._model_name = engine, model_name
         self._named = {one.lora_name: one for one in adapters}
         self._ids = count(1 + max((one.lora_int_id for one in adapters), default=0))  # none is used twice

@@ -58,7 +58,8 @@ _PIECE = 1 << 18  # characters of prompts tokenized at a time, so that others ge
 
 
 def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
-    """The ASGI application; its lifespan, which may run repeatedly, starts and stops ``engine``."""
+    """The ASGI application; its lifespan, which may run repeatedly, starts and stops ``engine``. Raises as
+    ``NamedAdapters`` does."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -54,10 +54,12 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     vocab_size: int
+    enable_lora: bool = False
 
     @classmethod
     def of(cls, engine: LLMEngine) -> Limits:
-        return cls(engine.max_model_len, engine.config.scheduler.max_num_seqs, engine.model_config.vocab_size)
+        config, vocab_size = engine.config, engine.model_config.vocab_size
+        return cls(engine.max_model_len, config.scheduler.max_num_seqs, vocab_size, config.enable_lora)
 
 
 class EngineClient(ABC):

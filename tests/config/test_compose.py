@@ -592,6 +592,16 @@ def test_vllms_defaults_may_be_typed(registry: Registry) -> None:
     assert compose_engine_config("demo", registry=registry, **typed) == compose_engine_config("demo", registry=registry)
 
 
+def test_limits_of_adapters(registry: Registry) -> None:
+    """Without adapters only their defaults, which code written for vLLM may name."""
+    usual = compose_engine_config("demo", registry=registry)
+    typed = {"enable_lora": False, "max_loras": 1, "max_lora_rank": 16, "max_cpu_loras": None}
+    assert compose_engine_config("demo", registry=registry, **typed) == usual
+    typed = {"max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 8, "overrides": ["enable_lora=true"]}
+    config = compose_engine_config("demo", registry=registry, **typed)
+    assert (config.enable_lora, config.max_loras, config.max_lora_rank) == (True, 4, 64)
+
+
 def test_a_tokenizer_may_be_an_options(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for typed, meant in {"qwen3": "Qwen/Qwen3-0.6B", "demo": "demo", "a/b": "a/b", "checkpoint": "checkpoint"}.items():
@@ -633,6 +643,12 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
     [
         ({"fully_sharded_loras": True}, "fully_sharded_loras=True: not supported. Allowed: False"),
         ({"lora_dtype": "float16"}, "lora_dtype='float16': adapters are kept in dtype. Allowed: 'auto'"),
+        ({"max_loras": 4}, r"max_loras=4: .* add enable_lora=true \(in Python: True\), or leave max_loras out"),
+        ({"enable_lora": False, "max_lora_rank": 64}, "max_lora_rank=64: the engine would have no adapters of single"),
+        ({"overrides": ["max_loras=4"]}, "max_loras=4: the engine would have no adapters of single requests"),
+        ({"max_cpu_loras": 4}, "max_cpu_loras=4: .* add enable_lora=true .* or leave max_cpu_loras out"),
+        ({"max_cpu_loras": -3, "enable_lora": True}, "max_cpu_loras=-3 is not a whole number from 1 on; leave it out"),
+        ({"max_cpu_loras": "4", "enable_lora": True}, "max_cpu_loras='4' is not a whole number from 1 on"),
         ({"lora": "x"}, r"type overrides=\['model.lora=x'\]"),
         ({"overrides": ["lora.path=x"]}, "there is no key lora.path. With enable_lora=true .*model.lora=DIR merges"),
         ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),

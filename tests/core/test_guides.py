@@ -540,7 +540,11 @@ WRONG: list[tuple[Any, str]] = [
     ({"json_object": 1}, "json_object=1 is neither True nor False"),
     ({"regx": "a"}, "there is no 'regx'. Did you mean regex? Allowed: json, regex, choice, grammar, json_object, "),
     ({"foo": "a"}, "there is no 'foo'. Allowed: json, regex, choice, grammar, json_object, "),
-    ({1: "a"}, "there is no 1. Allowed: json, "),
+    (
+        {1: "a"},
+        "there is no 1. Allowed: json, regex, choice, grammar, json_object, disable_any_whitespace, whitespace_pattern",
+    ),
+    ({"disable_additional_property": 1}, "there is no 'disable_additional_property'. Allowed: json, "),
     ({"regex": "a", "disable_fallback": 2}, "disable_fallback=2 is neither True nor False"),
     ({"regex": ""}, "regex='' is not text of one character or more"),
     ({"regex": 0}, "regex=0 is not text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from pages import QUICK, ROOT, commands, files, install, run
+
+import minivllm
 
 ADD = {
     "add-a-model.md": "test_qwen2",
@@ -127,6 +130,17 @@ def test_the_trainer_of_reload_weights_md_runs(tiny_checkpoint: Callable[..., Pa
     indented = "".join(f"    {line}" for line in last.splitlines(keepends=True))
     exec(compile(code + indented.replace('"next"', f'"{tmp_path}/next"'), "reload-weights.md", "exec"), given)
     assert [len(output.outputs) for output in said] == [4, 4]
+
+
+def test_code_imports_what_it_uses_of_minivllm() -> None:
+    """In its block, or in one before it on the page."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        imported: set[str] = set()
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            nodes = list(ast.walk(ast.parse(code)))
+            imported |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+            used = {node.id for node in nodes if isinstance(node, ast.Name)}
+            assert used & set(minivllm.__all__) <= imported, f"{page.name}: {code}"
 
 
 def test_every_page_is_linked_from_the_start() -> None:

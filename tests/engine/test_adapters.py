@@ -198,7 +198,7 @@ def test_the_checkpoint_in_fp8(world: World, make: Callable[..., LLM]) -> None:
 
 
 def test_scores_of_prompts_and_samples(world: World, make: Callable[..., LLM]) -> None:
-    llm, merged = make(), make(None, f"model.lora={world.home / 'adapter0'}", enable_lora=False)
+    llm, merged = make(), make(None, f"model.lora={world.home / 'adapter0'}", enable_lora=False, max_loras=1)
     params = SamplingParams(seed=3, n=2, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     [ours], [theirs] = (
         one.generate([SHARED], params, use_tqdm=False, lora_request=its)
@@ -329,7 +329,7 @@ def test_it_sleeps_and_wakes_up(world: World, make: Callable[..., LLM], level: i
 
 
 def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
-    llm = make(enable_lora=False)
+    llm = make(enable_lora=False, max_loras=1)
     for call in (
         lambda: llm.generate([[1]], GREEDY, use_tqdm=False, lora_request=world.requests[1]),
         lambda: llm.engine.add_lora(world.requests[1]),
@@ -343,6 +343,9 @@ def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
     [
         (("", 1, "x"), "lora_name='' is not a name"),
         ((5, 1, "x"), "lora_name=5 is not a name"),
+        (("a\nb", 1, "x"), r"lora_name='a\\nb' is not a name, which is text without control characters"),
+        (("a\x7f", 1, "x"), r"lora_name='a\\x7f' is not a name"),
+        (("a\u2028b", 1, "x"), r"lora_name='a\\u2028b' is not a name"),
         (("a", 0, "x"), "lora_int_id=0 is not a whole number from 1 on"),
         (("a", True, "x"), "lora_int_id=True is not a whole number from 1 on"),
         (("a", "1", "x"), "lora_int_id='1' is not a whole number from 1 on"),
@@ -354,6 +357,11 @@ def test_without_enable_lora(world: World, make: Callable[..., LLM]) -> None:
 def test_what_is_no_request(given: tuple[Any, ...], why: str) -> None:
     with pytest.raises(RequestError, match=why):
         LoRARequest(*given)
+
+
+@pytest.mark.parametrize("name", ["sql", "my sql: v1.5/ä", "🏳\ufe0f\u200d🌈"])
+def test_names(name: str) -> None:
+    assert LoRARequest(name, 1, "x").name == name
 
 
 @pytest.mark.parametrize("name", ["base_model_name", "tensorizer_config_dict"])
@@ -492,6 +500,27 @@ def test_a_line_that_is_refused_is_named(world: World, tmp_path: Path, capsys: p
     assert f"minivllm: {tmp_path}/in.jsonl, line 4: lora_path=/nowhere does not exist" in capsys.readouterr().err
     assert cli.main(["device=cpu", "lora_modules.sql=/x"]) == 2
     assert "lora_modules is a key of mode serve, not of mode generate" in capsys.readouterr().err
+    assert cli.main(["device=cpu", "max_lora_rank=32"]) == 2
+    assert "max_lora_rank=32: the engine would have no adapters of single requests; add" in capsys.readouterr().err
+
+
+def test_a_line_that_names_another_model(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server would have an adapter of that name; without adapters the key means nothing."""
+    its, file = world.requests[1], tmp_path / "in.jsonl"
+    assert its is not None
+    lines = [
+        {"prompt": "a", "model": str(world.folder)}, {"prompt": "a", "model": None},
+        {"prompt": "a", "model": "sql", "lora_path": its.lora_path},
+    ]  # fmt: skip
+    typed = [f"model.path={world.folder}", "device=cpu", f"prompts_file={file}", "cache.num_blocks=64", "max_tokens=1"]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert cli.main([*typed, "enable_lora=true"]) == 0
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "model": "sql"}')
+    assert cli.main(typed) == 0
+    capsys.readouterr()
+    assert cli.main([*typed, "enable_lora=true"]) == 2
+    said = f"{file}, line 2 has model='sql', which is another than the one that runs; a line's adapter is its lora_path"
+    assert said in capsys.readouterr().err
 
 
 def test_lines_of_a_prompts_file(

@@ -67,7 +67,7 @@ def test_answers_are_as_likely_as_their_prompts_would_be(
     for number, adapter in enumerate(adapters[1:], 1):
         assert adapter is not None
         mine = [i for i in range(len(its)) if i % 4 == number]
-        with make(enable_lora=False, overrides=[f"model.lora={adapter.lora_path}"]) as llm:
+        with make(enable_lora=False, max_loras=1, overrides=[f"model.lora={adapter.lora_path}"]) as llm:
             merged = llm.generate([whole[i] for i in mine], score, use_tqdm=False)
         for i, other in zip(mine, merged, strict=True):
             ours, theirs = (

@@ -21,7 +21,7 @@ from test_reload_weights import Asked
 
 from minivllm import LLM, SamplingParams, cli
 from minivllm.core.lora_request import LoRARequest
-from minivllm.errors import BusyError, ConfigError, ContextLengthError, RequestError
+from minivllm.errors import BusyError, CheckpointError, ConfigError, ContextLengthError, RequestError
 from minivllm.serve.app import create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.engine_loop import EngineLoop
@@ -347,6 +347,7 @@ def test_what_cannot_be_loaded(
     told(server.post(LOAD, lora_name="x", lora_path=str(tmp_path)), 400, "has no adapter_config.json", "lora_path")
     told(server.post(LOAD, lora_name="tiny", lora_path=there), 400, "is the name of the model itself", "lora_name")
     told(server.post(LOAD, lora_name="", lora_path=there), 400, "lora_name='' is not a name", "lora_name")
+    told(server.post(LOAD, lora_name="a\r\n", lora_path=there), 400, r"lora_name='a\r\n' is not a name", "lora_name")
     told(server.post(LOAD, lora_name="x", lora_path=""), 400, "lora_path='' is not the path", "lora_path")
     told(server.post(LOAD, lora_name="x"), 400, "lora_path: Field required", "lora_path")
     told(server.post(LOAD, lora_name=5, lora_path=there), 400, "lora_name: ", "lora_name")
@@ -386,8 +387,11 @@ def test_loading_needs_a_place_and_an_engine_that_is_awake(
     monkeypatch.undo()
     assert [one.answer().status_code for one in run] == [200, 200]
     assert server.post("/sleep").status_code == 200
-    told(server.post(LOAD, **mine), 400, "the engine sleeps; call wake_up() first")
+    told(server.post(LOAD, **mine), 400, "the engine sleeps; call wake_up() first (of a server: POST /wake_up)")
+    assert server.post("/wake_up").status_code == server.post("/sleep?level=2").status_code == 200
     assert server.post("/wake_up").status_code == 200
+    told(server.post(LOAD, **mine), 400, "call reload_weights first (of a server: POST /reload_weights)")
+    assert server.post("/reload_weights").status_code == 200
     assert server.post(LOAD, **mine).status_code == 200
 
 
@@ -411,6 +415,20 @@ def test_options_that_contradict_themselves(llm: LLM, adapters: list[LoRARequest
     refused(r"adapters=\('sql',\) is not a tuple of LoRARequest\(NAME, ID, DIR\)", "sql")
     with pytest.raises(ConfigError, match=r"adapters=LoRARequest\(.*\) is not a tuple of LoRARequest"):
         create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=sql))  # type: ignore[arg-type]
+
+
+def test_adapters_that_the_engine_could_not_have(
+    llm: LLM, make_llm: Callable[..., LLM], adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    def make(llm: LLM, *given: LoRARequest) -> None:
+        create_app(AsyncEngine(llm.engine), ServerOptions("tiny", "root", adapters=given))
+
+    with pytest.raises(ConfigError, match="without adapters of single requests; add enable_lora=True"):
+        make(make_llm(), adapters[0])
+    make(make_llm())
+    for path, why in (("/nowhere", "/nowhere does not exist; pass a folder"), (tmp_path, "has no adapter_config.json")):
+        with pytest.raises(CheckpointError, match=f"lora_path=.*{why}"):
+            make(llm, adapters[0], replace(adapters[1], lora_path=str(path)))
 
 
 def test_fields_that_name_no_adapter(server: Running) -> None:
@@ -513,7 +531,11 @@ def test_a_server_of_two_processes(
     (["enable_lora=true", "lora_modules.demo=/x"], "lora_modules: 'demo' is the name of the model itself; choose"),
     (["enable_lora=true", "served_model_name=a", "lora_modules.a=/x"], "'a' is the name of the model itself"),
     (["enable_lora=true", "lora_modules={a: 5}"], "lora_modules: 'a': 5 is no name with a folder or a repository"),
-    (["enable_lora=true", "lora_modules.a.b=/x"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
+    (["enable_lora=true", "lora_modules={a\tb: /x}"], r"lora_modules: 'a\tb': '/x' is no name with a folder or a repo"),
+    (["enable_lora=true", "lora_modules={a: {b: /x}}"], "type 'lora_modules={NAME: DIR, NAME: ORG/NAME}'"),
+    (["lora_modules.v1.5=~/my x"], """a name with a dot needs braces; type 'lora_modules={v1.5: "~/my x"}'"""),
+    (["lora_modules.'v1.5'='x'"], """a name with a dot needs braces; type 'lora_modules={v1.5: "x"}'"""),
+    (["lora_modules={1.5: /x}"], "1.5 is not read as a key's name there; choose another"),
     (["enable_lora=true", "lora_modules={1: /x}"], "1 is not read as a key's name there; type lora_modules.1=VALUE"),
     (["enable_lora=true", "lora_modules=a=/x"], "lora_modules is a mapping; type lora_modules.a=/x"),
     (["enable_lora=true", "lora_module.a=/x"], "there is no key lora_module.a. Did you mean lora_modules?"),
@@ -524,6 +546,11 @@ def test_a_wrong_command_line(typed: list[str], why: str, capsys: pytest.Capture
     assert cli.main(["serve", *typed]) == 2
     err = capsys.readouterr().err
     assert why in err and err.count("\n") == 1
+
+
+def test_a_name_with_a_dot_may_be_typed_in_braces(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--cfg", 'lora_modules={v1.5: "~/my x"}', "lora_modules.b=/y"]) == 0
+    assert "lora_modules:\n  v1.5: ~/my x\n  b: /y\n" in capsys.readouterr().out
 
 
 def test_one_that_cannot_be_used_stops_the_start(

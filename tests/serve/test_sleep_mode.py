@@ -54,7 +54,7 @@ def test_level_2_waits_for_other_weights(server: Running, monkeypatch: pytest.Mo
     short = answer_to(server, SHORT)
     assert server.post("/sleep?level=2").status_code == 200
     comes = Asked(server, COMPLETIONS, **SHORT)
-    told(server.post(RELOAD), 400, "the engine's weights sleep; call wake_up()")
+    told(server.post(RELOAD), 400, "first (of a server: POST /wake_up, or /wake_up?tags=weights)")
     assert server.post("/wake_up").status_code == 200
     assert not sleeps(server) and comes.is_alive()
     assert server.post(RELOAD).status_code == 200
