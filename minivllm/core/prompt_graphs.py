@@ -46,6 +46,7 @@ _ADAPTED = "adapted"  # some have LoRA adapters
 _TOLD = {_ANY: "", _WHOLE: " from their start", _FEW: ", few", _ADAPTED: " with adapters"}
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is for padding
 _SMALLEST, _TILE_ROWS = 32, 128  # tokens
+_SMALLEST_DRAFTED = 8  # a step of one sequence and its draft: kernels for so few rows are faster
 _LARGE = 1024  # tokens: from here on, the fastest GEMM kernel may differ from one size to the next
 _LAYER_FLOP = 3.5e11  # of a layer's GEMMs: about 0.5 ms on a fast GPU. Larger steps hide most of their launch time
 _BETWEEN_FLOP = 6e11  # 0.9 ms: about the largest gap between two sizes, which is also the most padding allowed
@@ -58,10 +59,11 @@ _PROOF_ROWS = 4  # sequences in a step that verifies a graph, or as many as its 
 _COMPARED = 256  # hidden states to compare, evenly spaced: an eager step's are kept until all graphs are captured
 
 
-def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
-    """Powers of two from 32 to ``between`` (itself one), then multiples of ``between``, up to ``most``. If ``full`` is
-    not 0, it is the last, after the smaller ones."""
-    doubling = [1 << n for n in range(_SMALLEST.bit_length() - 1, between.bit_length())]
+def prompt_sizes(most: int, between: int, full: int = 0, *, drafts: bool = False) -> list[int]:
+    """Powers of two from 32, with ``drafts`` from 8, to ``between`` (itself one), then multiples of ``between``, up to
+    ``most``. If ``full`` is not 0, it is the last, after the smaller ones."""
+    smallest = _SMALLEST_DRAFTED if drafts else _SMALLEST
+    doubling = [1 << n for n in range(smallest.bit_length() - 1, between.bit_length())]
     sizes = [n for n in (*doubling, *range(2 * between, most + 1, between)) if n <= most]
     return [*(n for n in sizes if n < full), full] if full else sizes
 
@@ -97,8 +99,10 @@ def _nearest_power_of_2(tokens: float) -> int:
 class PromptGraphs:
     """Captures the layers of steps with prompts, and replays them."""
 
-    def __init__(self, runner: ModelRunner, max_tokens: int, tp: TensorParallel) -> None:
+    def __init__(self, runner: ModelRunner, max_tokens: int, tp: TensorParallel, *, drafts: bool = False) -> None:
+        """``drafts``: sequences may have some, so that many steps have few tokens."""
         self.runner, device, rows = runner, runner.device, runner.num_slots + 1
+        self._drafts = drafts
         self.block_tables = torch.zeros((rows, runner.block_table.shape[1]), dtype=torch.int32, device=device)
         weights = [
             p
@@ -145,7 +149,7 @@ class PromptGraphs:
         if tp.size > 1:
             most = max(most, int(_RANKS_FLOP / self.flop))
             padding = max(between, most)
-        return prompt_sizes(min(most, step), between, self.full), padding
+        return prompt_sizes(min(most, step), between, self.full, drafts=self._drafts), padding
 
     def _packing(self, key: _Key, rows: int) -> Packing:
         (size, kind), none = key, np.zeros(rows, dtype=np.int32)
@@ -167,11 +171,11 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
-        """Launch the smallest step, the largest below ``_LARGE``, and all from there on, for ``compile_only``: together
-        they use every kernel."""
+        """Launch the smallest, the largest below ``_LARGE``, and all from there on, for ``compile_only``: together they
+        use every kernel."""
         for key in self._plans:
             small = [size for size in (self.adapted_sizes if key[1] == _ADAPTED else self.sizes) if size < _LARGE]
-            if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
+            if key[0] <= _SMALLEST or key[0] in small[-1:] or key[0] >= _LARGE:
                 self._load(key, self._of_padding(key))
                 with rehearsal():
                     self._forward(key)

@@ -349,7 +349,7 @@ class Worker:
         most = self.spec.max_num_batched_tokens
         if not self.choice.prompt_graphs() or not runner.attention.captures_prompts:
             return decodes, None, None
-        prompts = PromptGraphs(runner, most, self.tp)
+        prompts = PromptGraphs(runner, most, self.tp, drafts=self.config.scheduler.num_speculative_tokens > 0)
         if not self.choice.mixed_graphs():
             return decodes, prompts, None
         return decodes, prompts, MixedGraphs(runner, decodes, prompts, most)

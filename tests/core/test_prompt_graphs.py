@@ -48,6 +48,7 @@ def test_sizes_double_and_are_then_equally_far_apart_up_to_the_most_and_a_full_s
     assert prompt_sizes(300, 256, 8000) == [32, 64, 128, 256, 8000]
     assert prompt_sizes(128, 32, 100) == [32, 64, 96, 100]
     assert prompt_sizes(31, 32) == []
+    assert prompt_sizes(300, 128, drafts=True) == [8, 16, 32, 64, 128, 256]
 
 
 @pytest.mark.parametrize(

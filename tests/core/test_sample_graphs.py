@@ -170,7 +170,7 @@ def test_a_draft_beside_prompts_whose_graph_keeps_last_tokens_only(
 
         eager = say()
         stand_in_for_prompt_graphs(monkeypatch, runner.attention, made)
-        monkeypatch.setattr(prompt_graphs, "prompt_sizes", lambda *_: [32, 64, 128, 300])
+        monkeypatch.setattr(prompt_graphs, "prompt_sizes", lambda *_, **__: [32, 64, 128, 300])
         graphs = PromptGraphs(runner, 300, TensorParallel())
         graphs.capture(llm.engine.num_blocks, 1000)
         runner.prompt_graphs = graphs

@@ -117,6 +117,27 @@ def test_drafts_change_no_token(attention: str) -> None:
     assert stats.accepted_tokens > 100
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_draft_model_changes_no_token(attention: str, eager: bool) -> None:
+    """The model itself, whose drafts are right but where roundings differ, also of tokens that are drawn."""
+    greedy = GREEDY.clone(max_tokens=120, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.8, seed=1, top_p=0.9, max_tokens=120, ignore_eos=True)
+    with LLM("demo", attention=attention, max_num_seqs=16, enforce_eager=eager) as llm:
+        expected = llm.generate(PROMPTS, greedy, use_tqdm=False)
+    drafts = {"model": "demo", "num_speculative_tokens": 4}
+    with LLM("demo", attention=attention, max_num_seqs=16, enforce_eager=eager, speculative_config=drafts) as llm:
+        together = llm.generate(PROMPTS, greedy, use_tqdm=False)
+        alone = [llm.generate(prompt, greedy.clone(logprobs=None), use_tqdm=False)[0] for prompt in PROMPTS]
+        llm.generate(PROMPTS, drawn, use_tqdm=False)
+        stats = llm.engine.stats
+        assert llm.engine.describe()["cuda_graphs"] == (not eager and graphs_of(attention) != CudaGraphs.NEVER)
+    for reference, ours, lone in zip(expected, together, alone, strict=True):
+        assert_close(ours, reference)
+        assert_close(lone, reference, told=False)
+    assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 0
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 7])
 def test_few_slots_say_the_same(slots: int, on_cpu: list[RequestOutput]) -> None:
     """Graphs have more rows than there are slots."""
