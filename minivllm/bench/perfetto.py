@@ -61,7 +61,7 @@ def _slices(step: Step, recorder: StepRecorder) -> Iterator[dict[str, Any]]:
 
 def _name(step: Step) -> str:
     parts = [f"{step.decode_tokens} decode"] * bool(step.decode_tokens)
-    return " + ".join(parts + [f"{step.prefill_tokens} prompt"] * bool(step.prefill_tokens))
+    return " + ".join(parts + [f"{step.prefill_tokens} prompt"] * bool(step.prefill_tokens)) or "drafts"
 
 
 class _Flows:

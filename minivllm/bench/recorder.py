@@ -61,7 +61,7 @@ class Step:
     done: float = 0.0  # its tokens are there, the commit begins
     ended: float = 0.0  # of the commit
     device: tuple[float, float] = (0.0, 0.0)
-    decode_tokens: int = 0
+    decode_tokens: int = 0  # neither has any in a step of a draft model
     prefill_tokens: int = 0
     sequences: int = 0
     running: int = 0
@@ -109,14 +109,14 @@ class StepRecorder:
         return event
 
     def scheduled(self, batch: Batch, began: float) -> None:
-        sequences = self._scheduler.sequences
+        sequences, draft_model = self._scheduler.sequences, batch.num_drafts > 0
         rows = batch.joined()  # a draft, and the token behind a rejected one, are no part of a prompt
         prompts = [
             (seq.request_id, new)
             for slot, at, new in zip(
                 *(x[batch.num_decodes :].tolist() for x in (rows.slots, rows.num_computed, rows.num_new)), strict=True
             )
-            if (seq := sequences[slot]) is not None and at < len(seq.known)
+            if (seq := sequences[slot]) is not None and at < len(seq.known) and not draft_model
         ]
         of_prompts = sum(new for _, new in prompts)
         admitted = [seq.request_id for slot in batch.admitted_slots.tolist() if (seq := sequences[slot])]
@@ -127,7 +127,7 @@ class StepRecorder:
             began=began,
             planned=0.0,
             launched=0.0,
-            decode_tokens=batch.num_tokens - of_prompts,
+            decode_tokens=0 if draft_model else batch.num_tokens - of_prompts,
             prefill_tokens=of_prompts,
             sequences=len(rows.slots),
             running=running,

@@ -155,8 +155,10 @@ def test_the_next_draft_is_under_way_while_text_is_read(engine: Engine) -> None:
     assert idle.count(True) == 1 and idle[-1]
 
 
-def test_pictures_show_no_draft_as_a_prompt(engine: Engine) -> None:
-    llm = engine(**SMALL | DRAFTS | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
+@pytest.mark.parametrize("model", [False, True], ids=["looked up", "draft model"])
+def test_pictures_show_no_draft_as_a_prompt(engine: Engine, tiny_checkpoint: Checkpoints, model: bool) -> None:
+    drafts = DRAFTS | ({"scheduler.draft_model": tiny_checkpoint("qwen3")} if model else {})
+    llm = engine(**SMALL | drafts | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
     recorder = llm.engine.observer = StepRecorder(llm.engine)
     prompts, _ = requests()
     run(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

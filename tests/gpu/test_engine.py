@@ -123,10 +123,11 @@ def test_a_draft_model_changes_no_token(attention: str, eager: bool) -> None:
     """The model itself, whose drafts are right but where roundings differ, also of tokens that are drawn."""
     greedy = GREEDY.clone(max_tokens=120, ignore_eos=True)
     drawn = SamplingParams(temperature=0.8, seed=1, top_p=0.9, max_tokens=120, ignore_eos=True)
-    with LLM("demo", attention=attention, max_num_seqs=16, enforce_eager=eager) as llm:
+    how: dict[str, Any] = {"attention": attention, "max_num_seqs": 16, "enforce_eager": eager or None}
+    with LLM("demo", **how) as llm:
         expected = llm.generate(PROMPTS, greedy, use_tqdm=False)
     drafts = {"model": "demo", "num_speculative_tokens": 4}
-    with LLM("demo", attention=attention, max_num_seqs=16, enforce_eager=eager, speculative_config=drafts) as llm:
+    with LLM("demo", **how, speculative_config=drafts) as llm:
         together = llm.generate(PROMPTS, greedy, use_tqdm=False)
         alone = [llm.generate(prompt, greedy.clone(logprobs=None), use_tqdm=False)[0] for prompt in PROMPTS]
         llm.generate(PROMPTS, drawn, use_tqdm=False)

@@ -41,6 +41,16 @@ def test_the_demo_says_the_same_on_several(tp: int, eager: bool, on_one: list[Re
                 assert_close(ours, reference)
 
 
+@pytest.mark.parametrize("tp", SIZES)
+def test_each_of_several_has_the_draft_model(tp: int, on_one: list[RequestOutput]) -> None:
+    drafts = {"model": "demo", "num_speculative_tokens": 4}
+    with LLM("demo", attention="triton", tp=tp, max_num_seqs=16, speculative_config=drafts) as llm:
+        for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_one, strict=True):
+            assert_close(ours, reference)
+        stats = llm.engine.stats
+        assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 0
+
+
 def test_graphs_change_no_token_in_float32() -> None:
     """With every kind of sampling; so many at first that ranks sample together, and few at the end."""
     prompts = [p for p in PROMPTS for _ in range(4)]
