@@ -15,13 +15,14 @@ from minivllm.core.staging import Staging
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
     from minivllm.core.model_runner import ModelRunner
+    from minivllm.core.parallel import TensorParallel
 
 
 class Drafter:
-    """Has the draft model write drafts. ``runner``: the draft model's."""
+    """Has the draft model write drafts. ``runner``: the draft model's, which each rank of ``tp`` has for itself."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, tp: TensorParallel) -> None:
+        self.runner, self._tp = runner, tp
         self._staging = Staging(runner.device)
 
     @property
@@ -44,7 +45,9 @@ class Drafter:
             if i:
                 run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
             torch.index_select(run.last_token, 0, slots, out=found[i])
-        return run.land(found.numel(), np.arange(found.numel()), Packed.of(found.view(-1), None))
+        # Where each rank has a scheduler (executor=torchrun) all need the same: roundings may differ from GPU to GPU.
+        found = self._tp.broadcast(found.view(-1))
+        return run.land(len(found), np.arange(len(found)), Packed.of(found, None))
 
     def _read(self, batch: Batch) -> StepHandle:
         """Compute the batch's tokens; the draft's first is sampled after them."""

@@ -130,8 +130,7 @@ class Worker:
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
     def _draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
-        """That of the draft model. Each rank has all of it: so small a model takes longer on several GPUs than on one.
-        Ranks need not agree on drafts, as the scheduler sends them those of the first."""
+        """That of the draft model. Each rank has all of it: so small a model takes longer on several GPUs than on one."""
         assert self.model_config.draft is not None
         scheduler = replace(config.scheduler, num_speculative_tokens=0, draft_model=None)
         its = replace(
@@ -246,7 +245,7 @@ class Worker:
         if self._draft is not None:
             drafts = self._draft._load(device, runner)
             ours.append((self._draft, drafts))
-            self._drafter = Drafter(drafts)
+            self._drafter = Drafter(drafts, self.tp)
         graphs = [worker._ready_to_run(its, device) for worker, its in ours]
         self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
         for (worker, its), its_graphs in zip(ours, graphs, strict=True):

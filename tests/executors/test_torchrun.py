@@ -38,10 +38,14 @@ HEAD = """
 
 TOKENS = """
     said = {}
-    with LLM(old, device="cpu", tp=2, enable_lora=True, overrides=["executor=torchrun"]) as llm:
+    drafts = {"model": (old, new)[rank], "num_speculative_tokens": 2}  # all take those of the first
+    with LLM(
+        old, device="cpu", tp=2, enable_lora=True, overrides=["executor=torchrun"], speculative_config=drafts
+    ) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         adapters = [None, None, LoRARequest("a", 1, folder + "/adapter")]
         outputs = llm.generate([[1, 2, 3], [4, 5], [4, 5]], params, use_tqdm=False, lora_request=adapters)
+        said["drafts"] = llm.engine.stats.draft_tokens, llm.engine.stats.accepted_tokens
     said["tokens"] = [o.outputs[0].token_ids for o in outputs]
     llm = LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"])
     try:
@@ -95,6 +99,7 @@ def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_diff
         outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, None, adapter])
     alone = [output.outputs[0].token_ids for output in outputs]
     assert said[0]["tokens"] == said[1]["tokens"] == alone and alone[1] != alone[2]
+    assert said[0]["drafts"] == said[1]["drafts"] and said[0]["drafts"][1] > 3
     for rank in range(2):
         assert f"rank {1 - rank} computes another step 0" in said[rank]["error"]
         assert "the same requests" in said[rank]["error"]
