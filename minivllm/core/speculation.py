@@ -51,8 +51,6 @@ def look_up(tokens: np.ndarray, count: int, shortest: int, longest: int) -> np.n
 class Speculation:
     """Which running sequences have drafts, and what these are. A scheduler owns one."""
 
-    worth = 0.2  # of a draft's tokens that must be accepted, of one sequence that runs: in steps of Qwen3-14B, H200
-
     def __init__(self, options: SchedulerOptions) -> None:
         self.most, size = options.num_speculative_tokens, options.max_num_seqs
         self._most_running = min(MOST_RUNNING, size // 2)  # each draft token takes a row
@@ -142,10 +140,14 @@ class Speculation:
             self.state[slot] = WAITS
             self._behind.add(slot)
 
+    def worth(self, num_running: int) -> float:
+        """How many tokens of a draft must be accepted for it to pay off, on average: in steps of Qwen3-14B, H200."""
+        return min(0.2 + num_running / 32, self.most / 4)
+
     def settled(self, slot: int, accepted: int, length: int, num_running: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        least = min(self.worth + num_running / 32, self.most / 4)
+        least = self.worth(num_running)
         self._from[slot] = length
         if self._accepted[slot] < least:
             self._from[slot] += PAUSE

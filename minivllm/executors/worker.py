@@ -130,7 +130,7 @@ class Worker:
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
     def _draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
-        """That of the draft model. Each rank has all of it: so small a model takes longer on several GPUs than on one."""
+        """That of the draft model. Each rank has all of it, as so small a model takes longer on several GPUs."""
         assert self.model_config.draft is not None
         scheduler = replace(config.scheduler, num_speculative_tokens=0, draft_model=None)
         its = replace(
