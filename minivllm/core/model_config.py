@@ -33,7 +33,7 @@ _NUMBERS = (
 
 # What ``differences`` does not compare: fields that do not change what weights mean; and keys of config.json that are
 # compared as fields or ``layer_windows``, or that a trainer may have changed and no model reads.
-_NOT_OF_WEIGHTS = {"dtype", "eos_token_ids", "bos_token_id", "hf_config", "options"}
+_NOT_OF_WEIGHTS = {"dtype", "eos_token_ids", "bos_token_id", "hf_config", "options", "draft"}
 _NOT_COMPARED = {
     "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
