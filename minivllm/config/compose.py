@@ -125,8 +125,6 @@ def _with_draft_model(engine: EngineConfig, registry: Registry) -> EngineConfig:
     """With what ``scheduler.draft_model`` names, if anything. Raises ConfigError."""
     if (name := engine.scheduler.draft_model) is None:
         return engine
-    if engine.enable_sleep_mode:
-        raise ConfigError(f"scheduler.draft_model={name}: an engine with enable_sleep_mode=true has none; drop one")
     try:
         ((key, value),) = model_keys(name, registry).items()
     except ConfigError as error:

@@ -223,6 +223,8 @@ class Worker:
             raise was_shut_down()
         with self._on_device(), torch.inference_mode():
             self._sleeping.sleep(level)
+            if self._draft is not None:
+                self._draft.sleep(1)  # nobody has other weights for it
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """See ``Executor.wake_up``; from any thread, like ``launch``."""
@@ -231,6 +233,8 @@ class Worker:
         with self._on_device(), torch.inference_mode():
             if self._sleeping.wake_up(tags):
                 renew_copies(cast(nn.Module, self.runner.model))
+            if self._draft is not None:
+                self._draft.wake_up(tags)
 
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
@@ -244,6 +248,8 @@ class Worker:
         ours = [(self, runner)]
         if self._draft is not None:
             drafts = self._draft._load(device, runner)
+            if self._memory is not None and self._draft._sleeping is not None:
+                self._memory.beside += self._draft._sleeping.nbytes
             ours.append((self._draft, drafts))
             self._drafter = Drafter(drafts, self.tp)
         graphs = [worker._ready_to_run(its, device) for worker, its in ours]

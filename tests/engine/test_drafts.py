@@ -219,8 +219,6 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     assert "a vocabulary of 512 tokens" in said and "the same family" in said and f"draft_model={other}" in said
     said = refusal(speculative_config={"model": str(short), "num_speculative_tokens": 2})
     assert "64 positions" in said and said.endswith("type max_model_len=64")
-    said = refusal(speculative_config={"model": "demo", "num_speculative_tokens": 2}, enable_sleep_mode=True)
-    assert "enable_sleep_mode=true" in said
     said = refusal(overrides=["scheduler.draft_model=demo"])
     assert "add scheduler.num_speculative_tokens=5" in said
 

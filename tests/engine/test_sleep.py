@@ -69,6 +69,30 @@ def test_it_answers_as_before_and_with_other_weights(tp: int, quantization: str,
         llm.llm_engine.scheduler.check()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_model_sleeps_too(tp: int, old: Path, new: Path, forked_ranks: object) -> None:
+    """It is as often right as before, also when the model's weights were given up and came again."""
+    drafts = {"model": old, "num_speculative_tokens": 3}
+    with make(old, tp, speculative_config=drafts) as llm:
+        stats = llm.llm_engine.stats
+
+        def accepted() -> int:
+            before = stats.accepted_tokens
+            assert say(llm) == first
+            return stats.accepted_tokens - before
+
+        first = say(llm)
+        usual = accepted()
+        assert usual > 10
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            if level == 2:
+                llm.reload_weights()
+            assert accepted() == usual
+        llm.llm_engine.scheduler.check()
+
+
 def test_tied_weights_are_given_up_and_loaded_by_name(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("llama", tie_word_embeddings=True)
     with make(folder) as llm:

@@ -150,6 +150,21 @@ def test_packed_copies_sleep(large: list[Path]) -> None:
     answers_after_sleep(*large, overrides=PACKED)
 
 
+def test_a_draft_model_sleeps_too() -> None:
+    drafts = {"model": "demo", "num_speculative_tokens": 3}
+    with LLM("demo", device="cuda", enable_sleep_mode=True, speculative_config=drafts) as llm:
+        first, stats = say(llm), llm.llm_engine.stats
+        for level in (1, 2):
+            before = free()
+            llm.sleep(level)
+            assert free() - before > 1 << 30
+            llm.wake_up()
+            if level == 2:
+                llm.reload_weights()
+            assert say(llm) == first
+        assert stats.accepted_tokens > 0.9 * stats.draft_tokens > 0
+
+
 def test_there_may_be_no_room_to_wake_up() -> None:
     with LLM("demo", device="cuda", enable_sleep_mode=True, gpu_memory_utilization=0.6) as llm:
         first = say(llm)
