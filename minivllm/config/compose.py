@@ -129,7 +129,7 @@ def _with_draft_model(engine: EngineConfig, registry: Registry) -> EngineConfig:
         ((key, value),) = model_keys(name, registry).items()
     except ConfigError as error:
         raise ConfigError(f"scheduler.draft_{error}") from error
-    allowed = group_options("model", registry)
+    allowed = [option for option in group_options("model", registry) if option != "checkpoint"]  # which names none
     if key == "model" and value not in allowed:
         raise ConfigError(
             f"scheduler.draft_model={name}: there is no such model.{did_you_mean(name, allowed)} Allowed: "

@@ -270,7 +270,14 @@ def speculative_keys(config: Any) -> dict[str, Any]:
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config={shown(config)} is not a dict; {_SPECULATION}, or leave it out")
     model, allowed = config.get("model"), ("method", "model", *_LOOKUP_KEYS)
-    if unknown := next((name for name in config if name not in allowed), None):
+    model = None if model in ("ngram", "[ngram]") else model  # as in vLLM
+    if (ranks := config.get("draft_tensor_parallel_size")) not in (None, 1):
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size={shown(ranks)}: each GPU has all of the draft model. "
+            "Allowed: 1"
+        )
+    there = [name for name, value in config.items() if value is not None and name != "draft_tensor_parallel_size"]
+    if unknown := next((name for name in there if name not in allowed), None):
         raise ConfigError(
             f"speculative_config has {unknown}, which is not supported.{did_you_mean(str(unknown), allowed)} Allowed: "
             f"{listing(allowed)}"

@@ -157,7 +157,8 @@ def test_the_next_draft_is_under_way_while_text_is_read(engine: Engine) -> None:
 
 @pytest.mark.parametrize("model", [False, True], ids=["looked up", "draft model"])
 def test_pictures_show_no_draft_as_a_prompt(engine: Engine, tiny_checkpoint: Checkpoints, model: bool) -> None:
-    drafts = DRAFTS | ({"scheduler.draft_model": tiny_checkpoint("qwen3")} if model else {})
+    by_model = {"scheduler.num_speculative_tokens": 4, "scheduler.draft_model": tiny_checkpoint("qwen3")}
+    drafts = by_model if model else DRAFTS
     llm = engine(**SMALL | drafts | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
     recorder = llm.engine.observer = StepRecorder(llm.engine)
     prompts, _ = requests()
@@ -177,7 +178,10 @@ def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
 
     assert options({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}) == (3, 4, 4)
     assert options({"num_speculative_tokens": 2, "prompt_lookup_max": 4, "prompt_lookup_min": 2}) == (2, 4, 2)
+    assert options({"model": "[ngram]", "num_speculative_tokens": 2, "revision": None}) == (2, 5, 3)
     assert options(None) == (0, 5, 3)
+    same = str(tiny_checkpoint("qwen3"))
+    assert options({"model": same, "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}) == (2, 5, 3)
 
 
 @pytest.mark.parametrize(("config", "message"), [
@@ -188,6 +192,9 @@ def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
     ({"method": "ngram", "model": "demo", "num_speculative_tokens": 2}, "method=ngram has model='demo', which it does"),
     ({"model": "demo", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "prompt_lookup_max .* for method=ngram"),
     ({"model": "dmeo", "num_speculative_tokens": 2}, "scheduler.draft_model=dmeo: .*Did you mean demo"),
+    ({"model": "checkpoint", "num_speculative_tokens": 2}, "draft_model=checkpoint: there is no such model"),
+    ({"model": "demo", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}, "each GPU has all .* Allowed: 1"),
+    ({"model": "demo", "num_speculative_tokens": 2, "quantization": "fp8"}, "has quantization, which is not"),
     ({"model": "/nowhere", "num_speculative_tokens": 2}, "scheduler.draft_model=/nowhere: .*no such folder"),
     ({"model": 5, "num_speculative_tokens": 2}, "model=5 is not"),
     ({"method": "ngram"}, "lacks num_speculative_tokens"),
@@ -219,6 +226,9 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     assert "a vocabulary of 512 tokens" in said and "the same family" in said and f"draft_model={other}" in said
     said = refusal(speculative_config={"model": str(short), "num_speculative_tokens": 2})
     assert "64 positions" in said and said.endswith("type max_model_len=64")
+    drafts = ["scheduler.num_speculative_tokens=2", "scheduler.draft_model=demo"]
+    said = refusal(overrides=[*drafts, "scheduler.prompt_lookup_min=1"])
+    assert "prompt_lookup_min=1: nothing is looked up" in said
     said = refusal(overrides=["scheduler.draft_model=demo"])
     assert "add scheduler.num_speculative_tokens=5" in said
 

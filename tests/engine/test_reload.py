@@ -141,9 +141,8 @@ def test_no_keys_of_the_former_weights_are_read(old: Path, new: Path, engine: En
 
 @pytest.mark.parametrize("model", [False, True], ids=["looked up", "draft model"])
 def test_drafts_and_samples_are_those_of_a_new_engine(old: Path, new: Path, engine: Engine, model: bool) -> None:
-    settings = {"scheduler.num_speculative_tokens": 3, "scheduler.prompt_lookup_min": 1}
-    if model:
-        settings["scheduler.draft_model"] = new  # type: ignore[assignment]
+    settings: dict[str, Any] = {"scheduler.num_speculative_tokens": 3}
+    settings |= {"scheduler.draft_model": new} if model else {"scheduler.prompt_lookup_min": 1}
     params = [GREEDY.clone(max_tokens=40), SamplingParams(seed=3, max_tokens=20, ignore_eos=True, logprobs=2)]
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8]]
     llm, fresh = engine(old, **settings), engine(new, **settings)

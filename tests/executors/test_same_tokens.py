@@ -41,10 +41,9 @@ def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
     overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
     slots = 8
     if tp > 1:  # drafts change nothing either
-        overrides += ["scheduler.num_speculative_tokens=3", "scheduler.prompt_lookup_min=1"]
+        who = f"draft_model={folder}" if tp == 4 else "prompt_lookup_min=1"
+        overrides += ["scheduler.num_speculative_tokens=3", f"scheduler.{who}"]
         slots = 20
-    if tp == 4:
-        overrides[-1] = f"scheduler.draft_model={folder}"
     with LLM(
         str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=slots
     ) as llm:
