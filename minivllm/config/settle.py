@@ -63,8 +63,8 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler.draft_model={scheduler.draft_model} drafts nothing with scheduler.num_speculative_tokens=0; "
             "add scheduler.num_speculative_tokens=5, or leave it out"
         )
-    for name, usual in (("prompt_lookup_max", 5), ("prompt_lookup_min", 3)):
-        if scheduler.draft_model is not None and getattr(scheduler, name) != usual:
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        if scheduler.draft_model is not None and getattr(scheduler, name) != getattr(EngineConfig().scheduler, name):
             raise ConfigError(
                 f"scheduler.{name}={getattr(scheduler, name)}: nothing is looked up with scheduler.draft_model="
                 f"{scheduler.draft_model}; leave one out"
