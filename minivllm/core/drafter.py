@@ -10,7 +10,7 @@ import torch
 
 from minivllm.core.batch import NO_INTS, Batch
 from minivllm.core.landing import Packed
-from minivllm.core.staging import Staging
+from minivllm.core.staging import PinnedRing, Staging
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
@@ -24,6 +24,7 @@ class Drafter:
     def __init__(self, runner: ModelRunner, tp: TensorParallel) -> None:
         self.runner, self._tp = runner, tp
         self._staging = Staging(runner.device)
+        self._landing = PinnedRing()  # as each token of a draft may land in the runner's own, and nobody waits for it
 
     @property
     def few_tokens(self) -> int:
@@ -41,13 +42,18 @@ class Drafter:
         decodes = _decodes(batch, ends, (batch.num_computed + batch.num_new)[ends])
         (slots,) = self._staging.send(decodes.slots.astype(np.int64))
         found = torch.empty((batch.num_drafts, len(decodes.slots)), dtype=torch.int64, device=run.device)
+        # What the host writes for each step, if it does, has buffers for as many steps as an engine has in flight.
+        waits, last = run.graphs is None or run.attention.plans_on_host, step
         for i in range(batch.num_drafts):
             if i:
-                run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
+                step = run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
+                if waits:
+                    last.result()
+                last = step
             torch.index_select(run.last_token, 0, slots, out=found[i])
         # Where each rank has a scheduler (executor=torchrun) all need the same: roundings may differ from GPU to GPU.
         found = self._tp.broadcast(found.view(-1))
-        return run.land(len(found), np.arange(len(found)), Packed.of(found, None))
+        return run.land(len(found), np.arange(len(found)), Packed.of(found, None), self._landing)
 
     def _read(self, batch: Batch) -> StepHandle:
         """Compute the batch's tokens; the draft's first is sampled after them."""
