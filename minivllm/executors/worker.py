@@ -132,13 +132,17 @@ class Worker:
     def _draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
         """That of the draft model. Each rank has all of it, as so small a model takes longer on several GPUs."""
         assert self.model_config.draft is not None
-        scheduler = replace(config.scheduler, num_speculative_tokens=0, draft_model=None)
         its = replace(
-            config, model=draft_model, draft_model=None, scheduler=scheduler, tp=1, enable_lora=False,
+            config, model=draft_model, draft_model=None, tp=1, enable_lora=False,
+            scheduler=replace(config.scheduler, num_speculative_tokens=0, draft_model=None),
+            packed_weights="false" if config.packed_weights == "false" else "auto",
             max_cudagraph_capture_size=min(config.max_cudagraph_capture_size or MOST_RUNNING, MOST_RUNNING),
         )  # fmt: skip
         model_config, tp = self.model_config.draft, TensorParallel()
-        return Worker(its, model_config, self.max_model_len, self.registry, tp, self.device_index)
+        try:
+            return Worker(its, model_config, self.max_model_len, self.registry, tp, self.device_index)
+        except ConfigError as error:
+            raise ConfigError(f"scheduler.draft_model={config.scheduler.draft_model}: {error}") from error
 
     def use_device(self) -> None:
         """Make this rank's GPU the calling thread's current device (torch keeps it per thread)."""

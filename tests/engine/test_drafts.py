@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from test_llm import SMALL, run, usable
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.backends.torch import TorchBackend
 from minivllm.bench.recorder import StepRecorder
 from minivllm.core.drafter import Drafter
 from minivllm.core.scheduler import MixedScheduler
@@ -231,6 +233,16 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     assert "prompt_lookup_min=1: nothing is looked up" in said
     said = refusal(overrides=["scheduler.draft_model=demo"])
     assert "add scheduler.num_speculative_tokens=5" in said
+
+
+def test_a_draft_model_that_the_attention_backend_does_not_take_is_named(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchBackend, "capabilities", replace(TorchBackend.capabilities, head_dims=(16,)))
+    model, draft = tiny_checkpoint("qwen3", head_dim=16), tiny_checkpoint("qwen3", head_dim=32)
+    drafts = {"model": str(draft), "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=f"^scheduler.draft_model={draft}: .*head sizes 16, not 32"):
+        LLM(str(model), device="cpu", attention="torch", speculative_config=drafts)
 
 
 def test_a_scheduler_that_asks_no_draft_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
