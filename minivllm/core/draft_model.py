@@ -31,14 +31,20 @@ ASKS = 3  # ``Speculation.state``: for a draft, which ``ask`` asks for with the 
 class DraftModelSpeculation(Speculation):
     """Asks the draft model where ``Speculation`` looks tokens up."""
 
-    def __init__(self, options: SchedulerOptions) -> None:
+    def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
         super().__init__(options)
+        self._blocks = blocks
+        self._whole: dict[int, bytes] = {}  # blocks that it has seen all of: the hash of what is in them
         self._seen = np.zeros(options.max_num_seqs, dtype=np.int32)  # tokens that the draft model has in its cache
         self._ends = np.zeros(options.max_num_seqs, dtype=np.int32)  # with so many tokens there is no room for a draft
 
-    def start(self, slot: int, seq: Sequence) -> None:
-        super().start(slot, seq)
-        self._seen[slot], self._ends[slot] = 0, seq.max_len - self.most
+    def start(self, slot: int, seq: Sequence, computed: int) -> None:
+        super().start(slot, seq, computed)
+        size, seen = self._blocks.block_size, 0
+        shared = self._blocks.tables[slot, : computed // size].tolist()
+        while seen < len(shared) and self._whole.get(shared[seen]) == seq.block_hashes[seen]:
+            seen += 1
+        self._seen[slot], self._ends[slot] = seen * size, seq.max_len - self.most
 
     def worth(self, num_running: int) -> float:
         """With Qwen3-0.6B as the draft model, each of whose tokens takes a step."""
@@ -67,12 +73,12 @@ class DraftModelSpeculation(Speculation):
             self._decode(slot)
 
     def ask(
-        self, most: int, tokens: np.ndarray, committed: np.ndarray, blocks: BlockManager
+        self, most: int, tokens: np.ndarray, committed: np.ndarray, sequences: list[Sequence | None]
     ) -> list[tuple[int, int, np.ndarray, bool]]:
         """The rows of a step of the draft model, of ``most`` tokens at most, each a slot, how many tokens it has seen,
         those that it has not, and whether these are all that there are, so that a draft follows. The last
         three arguments are the scheduler's."""
-        rows = []
+        rows, blocks = [], self._blocks
         for slot in (self.state == ASKS).nonzero()[0].tolist():
             n, seen = int(committed[slot]), int(self._seen[slot])
             lacks = cdiv(n + self.most, blocks.block_size) - int(blocks.held[slot])
@@ -87,8 +93,20 @@ class DraftModelSpeculation(Speculation):
                 self.state[slot], self._seen[slot] = WAITS, seen + count
                 if ends := seen + count == n:
                     self._seen[slot] += self.most - 1  # the last token that it drafts it does not read
+                self._note(slot, seen, seen + count, sequences[slot])
                 rows.append((slot, seen, tokens[slot, seen : seen + count], ends))
         return rows
+
+    def _note(self, slot: int, start: int, stop: int, seq: Sequence | None) -> None:
+        """It computes these tokens of a slot, and a draft behind them."""
+        assert seq is not None
+        size, hashes = self._blocks.block_size, seq.block_hashes
+        first = max(start - self.most, 0) // size  # drafts that were accepted may have filled a block
+        for i, block in enumerate(self._blocks.tables[slot, first : cdiv(stop + self.most, size)].tolist(), first):
+            if i < min(stop // size, len(hashes)):
+                self._whole[block] = hashes[i]
+            else:
+                self._whole.pop(block, None)
 
     def take(self, batch: Batch, token_ids: np.ndarray, there: np.ndarray) -> None:
         """The drafts that a step brought: token_ids (num_drafts * rows that sample,), the first token of each, then the

@@ -79,7 +79,8 @@ class SlotScheduler(Scheduler):
         self.max_len = np.zeros(size, dtype=np.int32)
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_tokens = StopTokens(size)
-        self.speculation = Speculation(options) if options.draft_model is None else DraftModelSpeculation(options)
+        by_model = options.draft_model is not None
+        self.speculation = DraftModelSpeculation(options, blocks) if by_model else Speculation(options)
         self._drafting: list[int] = []  # those with drafts that ``take_decodes`` kept for this step, by place
         self._taken = 0  # tokens that it took, theirs included
 
@@ -177,7 +178,7 @@ class SlotScheduler(Scheduler):
     def ask_for_drafts(self) -> Batch | None:
         if not isinstance(self.speculation, DraftModelSpeculation) or self.waits_for_drafts:
             return None
-        rows = self.speculation.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.blocks)
+        rows = self.speculation.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.sequences)
         if not rows:
             return None
         slots, seen, ids, ends = zip(*rows, strict=True)
@@ -300,7 +301,7 @@ class SlotScheduler(Scheduler):
         self.computed[slot] = computed
         self.max_len[slot] = seq.max_len
         self.stop_tokens.start(slot, seq)
-        self.speculation.start(slot, seq)
+        self.speculation.start(slot, seq, computed)
         self.sequences[slot] = seq
         self._quiet = range(0)
         if seq.num_preemptions == 0:

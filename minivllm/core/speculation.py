@@ -63,9 +63,10 @@ class Speculation:
         # Slots of which the device has a rejected token as the newest: the next step must bring its tokens along.
         self._behind: set[int] = set()
 
-    def start(self, slot: int, seq: Sequence) -> None:
-        """A sequence starts in this slot. One with a guide has no drafts, as it allows one token after another; nor has
-        one whose tokens the sampler counts, which would count rejected ones."""
+    def start(self, slot: int, seq: Sequence, computed: int) -> None:
+        """A sequence starts in this slot, with so many tokens in blocks that others computed. One with a guide has no
+        drafts, as it allows one token after another; nor has one whose tokens the sampler counts, which would count
+        rejected ones."""
         self._may[slot] = self.most > 0 and seq.guide is None and not seq.tells_tokens
         self._from[slot], self._accepted[slot] = 0, 1
 

@@ -130,9 +130,38 @@ def test_a_draft_whose_sequence_is_gone_is_nobodys() -> None:
 
 
 def test_a_preempted_sequence_is_read_again() -> None:
-    world = worlds(num_blocks=9, block_size=4)
+    world = worlds(num_blocks=9, block_size=4, prefix=False)
     for i in range(2):
         world.add(Ask((i, i + 1, i + 2), max_tokens=24))
     world.drain()
-    starts = [(slot, int(seen)) for b in asked(world) for slot, seen in zip(b.slots, b.num_computed, strict=True)]
-    assert sum(seen == 0 for _, seen in starts) > 2, "one was preempted"
+    assert sum((batch.num_computed == 0).sum() for batch in asked(world)) > 2, "one was preempted"
+
+
+def test_what_it_has_seen_of_a_shared_prefix_it_does_not_read_again() -> None:
+    world = worlds(num_speculative_tokens=3)
+    prefix = tuple(i % 7 for i in range(20))
+    for own in (8, 9):
+        world.add(Ask((*prefix, own, 1), max_tokens=16))
+        world.drain()
+    reads = [int(batch.num_computed[0]) for batch in asked(world) if batch.num_computed[0] in (0, 20)]
+    assert reads[0] == 0 and reads[1:] == [20], "five blocks of four tokens"
+    before = len(asked(world))
+    world.add(Ask((*prefix, 9, 1, *told(world, "r1"), 0), max_tokens=12))  # the next turn of that conversation
+    world.drain()
+    assert asked(world)[before].num_computed[0] == 28, "its own blocks, too, but for those of the last tokens"
+
+
+def test_a_block_that_it_writes_into_again_is_not_as_it_was() -> None:
+    """Of two blocks that it has seen all of, another sequence gets both, and so far has six tokens in them."""
+    scheduler = make_scheduler(num_blocks=2, block_size=4, num_speculative_tokens=1, draft_model="any")
+    its, blocks = scheduler.speculation, scheduler.blocks
+    assert isinstance(its, DraftModelSpeculation)
+    for number, seen in ((0, 8), (1, 6)):
+        seq = Ask(tuple(range(number, number + 8))).sequence(f"r{number}", number)
+        tokens = np.array(seq.known, dtype=np.int32)
+        blocks.allocate(0, 8, [])
+        blocks.register(0, seq, tokens, 8)
+        its._note(0, 0, seen, seq)
+        first, second = blocks.tables[0, :2].tolist()
+        assert its._whole == {first: seq.block_hashes[0]} | ({second: seq.block_hashes[1]} if seen == 8 else {})
+        blocks.free(0)
