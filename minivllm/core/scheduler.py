@@ -23,7 +23,7 @@ from minivllm.core.draft_model import DraftModelSpeculation
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.prompt_chunks import PromptChunks
 from minivllm.core.sequence import FinishReason, Sequence, Status
-from minivllm.core.speculation import DRAFTS, WAITS, Speculation, drafted_rows
+from minivllm.core.speculation import DRAFTS, Speculation, drafted_rows
 from minivllm.core.stop_tokens import StopTokens
 from minivllm.core.waiting import WaitingQueue
 from minivllm.errors import ConfigError, ContextLengthError, RequestError
@@ -215,7 +215,7 @@ class SlotScheduler(Scheduler):
             if self._partial:
                 goes_on &= computed >= self.known_len[run]
             if self.speculation.most:
-                goes_on &= self.speculation.state[run] != WAITS
+                goes_on &= self.speculation.goes_on(run)
             if np.count_nonzero(goes_on) < len(run):
                 run, computed = run[goes_on], computed[goes_on]
             ready = run[:budget]

@@ -101,6 +101,11 @@ class Speculation:
                     self.settled(slot, 0, n, num_running)
                 self._decode(slot)
 
+    def goes_on(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the sequences in these slots take part in the next step."""
+        state = self.state[slots]
+        return (state == DECODES) | (state == DRAFTS)
+
     def waits(self, running: np.ndarray) -> bool:
         """Whether the next step should be launched only when no step is in flight: too many of the sequences in these
         slots would miss it. A step with few rows takes nearly as long as one with many."""

@@ -8,7 +8,7 @@ from simulation import Ask, World, make_scheduler, told
 
 from minivllm.core import speculation
 from minivllm.core.batch import Batch
-from minivllm.core.draft_model import DraftModelSpeculation
+from minivllm.core.draft_model import ASKS, DraftModelSpeculation
 from minivllm.core.speculation import DECODES
 
 
@@ -125,6 +125,29 @@ def test_a_draft_whose_sequence_is_gone_is_nobodys() -> None:
     world.commit(batch, drafts)
     assert isinstance(scheduler.speculation, DraftModelSpeculation)
     assert scheduler.speculation.state[chunk.slots[0]] == DECODES and not scheduler.speculation.drafts
+    world.commit(chunk, sampled)
+    world.drain()
+
+
+def test_who_has_yet_to_ask_takes_no_step() -> None:
+    """A scheduler that makes room for others in ``schedule``, as examples/plugins/minivllm-priority does, may preempt
+    all that wait, so that the others need not."""
+    world = worlds(max_num_batched_tokens=8)
+    scheduler = world.scheduler
+    world.add(Ask((5,) * 20, max_tokens=30))
+    world.add(Ask((1, 2, 3), max_tokens=30))
+    while not ((batch := scheduler.ask_for_drafts()) and ASKS in scheduler.speculation.state):
+        step = batch or scheduler.schedule()
+        assert step is not None
+        world.commit(step, world.launch(step))
+    (asks,) = (scheduler.speculation.state == ASKS).nonzero()[0]
+    drafts = world.launch(batch)
+    assert scheduler.schedule() is None
+    scheduler.preempt(int(batch.slots[0]))
+    chunk = scheduler.schedule()
+    assert chunk is not None and asks not in chunk.slots
+    sampled = world.launch(chunk)
+    world.commit(batch, drafts)
     world.commit(chunk, sampled)
     world.drain()
 
