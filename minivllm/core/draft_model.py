@@ -33,6 +33,7 @@ class DraftModelSpeculation(Speculation):
 
     def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
         super().__init__(options)
+        self.drafts_now = False  # a step of the draft model is in flight; there is one at a time
         self._blocks = blocks
         self._whole: dict[int, bytes] = {}  # blocks that it has seen all of: the hash of what is in them
         self._seen = np.zeros(options.max_num_seqs, dtype=np.int32)  # tokens that the draft model has in its cache
@@ -95,6 +96,7 @@ class DraftModelSpeculation(Speculation):
                     self._seen[slot] += self.most - 1  # the last token that it drafts it does not read
                 self._note(slot, seen, seen + count, sequences[slot])
                 rows.append((slot, seen, tokens[slot, seen : seen + count], ends))
+        self.drafts_now = bool(rows)
         return rows
 
     def _note(self, slot: int, start: int, stop: int, seq: Sequence | None) -> None:
@@ -111,6 +113,7 @@ class DraftModelSpeculation(Speculation):
     def take(self, batch: Batch, token_ids: np.ndarray, there: np.ndarray) -> None:
         """The drafts that a step brought: token_ids (num_drafts * rows that sample,), the first token of each, then the
         second. ``there`` (n,) bool: whether a row's sequence still is."""
+        self.drafts_now = False
         drafts = iter(token_ids.reshape(batch.num_drafts, -1).T if batch.samples.any() else ())
         for slot, samples, its in zip(batch.slots.tolist(), batch.samples.tolist(), there.tolist(), strict=True):
             draft = next(drafts) if samples else None

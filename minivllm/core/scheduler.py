@@ -176,7 +176,9 @@ class SlotScheduler(Scheduler):
         return self.speculation.most > 0 and self.speculation.waits(self.running)
 
     def ask_for_drafts(self) -> Batch | None:
-        if not isinstance(self.speculation, DraftModelSpeculation) or self.waits_for_drafts:
+        if not isinstance(self.speculation, DraftModelSpeculation) or self.speculation.drafts_now:
+            return None
+        if self.waits_for_drafts:
             return None
         rows = self.speculation.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.sequences)
         if not rows:

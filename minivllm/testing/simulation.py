@@ -235,6 +235,7 @@ class World:
         asked, most = self.options.num_speculative_tokens, self.options.max_num_batched_tokens
         assert self.scheduler.asks_draft_models and batch.num_drafts == asked
         assert batch.num_decodes == 0 and not len(batch.admitted_slots) and batch.scored is None
+        assert not any(step.num_drafts for step, _ in self.under_way), "two steps of the draft model are in flight"
         assert 0 < batch.num_new.sum() == len(batch.token_ids) <= most and (batch.num_new > 0).all()
         assert len(set(batch.slots.tolist())) == len(batch.slots), "a sequence is drafted twice"
         self.tables[batch.block_slots, batch.block_indices] = batch.block_ids
