@@ -177,15 +177,16 @@ def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
         executor.check_health()
 
 
-def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
-    """The checkpoint's folder and config; with dummy weights the published config is enough, and the folder is None."""
+def find_model(config: EngineConfig, key: str = "model.path") -> tuple[Path | None, ModelConfig]:
+    """The checkpoint's folder and config; with dummy weights the published config is enough, and the folder is None.
+    ``key``: where the user could give a folder."""
     from minivllm.plugins.manager import default_registry
 
     options, read = config.model, default_registry().read_config
     if config.load_format == "dummy" and options.path is None and options.hf_config:
         return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
-    path = fetch(options)
-    return path, read_model_config(path, read)
+    path = fetch(options, key)
+    return path, read_model_config(path, read, key)
 
 
 def find_draft_model(
@@ -198,16 +199,17 @@ def find_draft_model(
     """
     from minivllm.plugins.manager import default_registry
 
-    what = f"scheduler.draft_model={config.scheduler.draft_model}"
+    key = "scheduler.draft_model"
+    what = f"{key}={config.scheduler.draft_model}"
+    _, draft = find_model(replace(config, model=options), key)
     try:
-        _, draft = find_model(replace(config, model=options))
         default_registry().model_for_architecture(draft.architecture)
     except MinivllmError as error:
         raise type(error)(f"{what}: {error}") from error
     if draft.vocab_size != model_config.vocab_size:
         raise ConfigError(
             f"{what} has a vocabulary of {draft.vocab_size} tokens, and the model one of {model_config.vocab_size}; a "
-            "draft model needs the same one: take a smaller model of the same family"
+            "draft model needs the same one (vocab_size in config.json): take another, as a smaller one of its family"
         )
     if draft.max_position < max_model_len:
         raise ConfigError(

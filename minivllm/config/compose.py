@@ -136,7 +136,10 @@ def _with_draft_model(engine: EngineConfig, registry: Registry) -> EngineConfig:
             f"{listing(sorted(allowed))}, a folder, or a repository's ORG/NAME"
         )
     typed = [f"{key}={_literal(value, key)}", f"load_format={engine.load_format}"]
-    return replace(engine, draft_model=compose(typed, registry, mode="").engine.model)
+    draft_model = compose(typed, registry, mode="").engine.model
+    if key == "model.path" and draft_model.path is not None:  # absolute, as printed configs are used elsewhere
+        engine = replace(engine, scheduler=replace(engine.scheduler, draft_model=draft_model.path))
+    return replace(engine, draft_model=draft_model)
 
 
 def compose_engine_config(

@@ -66,6 +66,7 @@ _ADAPTERS = (
 )
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
+_DRAFT_MODEL = "type speculative_config={'model': NAME, 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
 
 # vllm.LLM's keywords that have no effect at these values (and at None), and are not supported at others. A type stands
@@ -129,6 +130,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "nnodes": ((1,), "not supported; type executor=ray or executor=torchrun"),
     "node_rank": ((0,), "not supported; type executor=ray or executor=torchrun"),
     "num_scheduler_steps": ((1,), "two steps are under way, unless scheduler.async_scheduling=false"),
+    "num_speculative_tokens": ((0,), _SPECULATION),
     "optimization_level": ((int,), "nothing is compiled by torch"),
     "override_generation_config": (({},), "give SamplingParams"),
     "performance_mode": (("balanced",), "not supported"),
@@ -152,8 +154,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "served_model_name": ((), "it is a key of mode serve: `minivllm serve served_model_name=NAME`"),
     "skip_tokenizer_init": ((False,), "not supported yet"),
     "spec_method": ((), _SPECULATION),
-    "spec_model": ((), _SPECULATION),
+    "spec_model": ((), _DRAFT_MODEL),
     "spec_tokens": ((), _SPECULATION),
+    "speculative_model": ((), _DRAFT_MODEL),
     "stream_interval": ((1,), "each step's tokens are returned at once"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
@@ -237,11 +240,11 @@ _NOTHING_HERE = """
     max_parallel_loading_workers max_prompt_adapter_token media_io_kwargs mm_device_do_normalize
     mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     mm_encoder_only model_class_overrides model_loader_extra_config model_weights num_lookahead_slots
-    num_redundant_experts num_speculative_tokens numa_bind numa_bind_cpus numa_bind_nodes offload_group_size
+    num_redundant_experts numa_bind numa_bind_cpus numa_bind_nodes offload_group_size
     offload_params otlp_traces_endpoint override_attention_dtype override_pooler_config pooler_config
     prefix_cache_retention_interval prefix_match_unit profiler_config qlora_adapter_name_or_path quantization_config
     ray_workers_use_nsight reasoning_config reasoning_parser_plugin scheduler_delay_factor
-    show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling specialize_active_lora speculative_model
+    show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling specialize_active_lora
     tokenizer_pool_extra_config tokenizer_pool_size tokens_only ubatch_size use_fp64_gumbel use_replayssm
     video_pruning_rate watermark weight_transfer_config worker_extension_cls
 """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minivllm.core.batch import NO_INTS
-from minivllm.core.speculation import DECODES, DRAFTS, PAUSE, WAITS, Speculation
+from minivllm.core.speculation import DECODES, DRAFTS, MOST_RUNNING, PAUSE, WAITS, Speculation
 from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ class DraftModelSpeculation(Speculation):
 
     def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
         super().__init__(options)
+        # What is drafted needs rows to be verified in.
+        rows = min(options.max_num_seqs, options.max_num_batched_tokens)
+        self._most_running = min(MOST_RUNNING, rows // (1 + self.most))
         self.drafts_now = False  # a step of the draft model is in flight; there is one at a time
         self._blocks = blocks
         self._whole: dict[int, bytes] = {}  # blocks that it has seen all of: the hash of what is in them
@@ -93,7 +96,8 @@ class DraftModelSpeculation(Speculation):
                 most -= count
                 self.state[slot], self._seen[slot] = WAITS, seen + count
                 if ends := seen + count == n:
-                    self._seen[slot] += self.most - 1  # the last token that it drafts it does not read
+                    # It will have read its draft, but for the last token; ``look`` takes back what is not accepted.
+                    self._seen[slot] += self.most - 1
                 self._note(slot, seen, seen + count, sequences[slot])
                 rows.append((slot, seen, tokens[slot, seen : seen + count], ends))
         self.drafts_now = bool(rows)

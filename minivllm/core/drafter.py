@@ -26,10 +26,9 @@ class Drafter:
         self._staging = Staging(runner.device)
         self._landing = PinnedRing()  # as each token of a draft may land in the runner's own, and nobody waits for it
 
-    @property
-    def few_tokens(self) -> int:
-        """So many a row, which it has not seen, are computed as decodes: after a draft there are one or two."""
-        return 1 if self.runner.graphs is None else 2
+    def replays(self, decodes: Batch) -> bool:
+        """Whether these decodes are one graph, whose input is on the device already."""
+        return self.runner.graphs is not None and self.runner.graphs.takes(decodes)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
@@ -43,7 +42,7 @@ class Drafter:
         (slots,) = self._staging.send(decodes.slots.astype(np.int64))
         found = torch.empty((batch.num_drafts, len(decodes.slots)), dtype=torch.int64, device=run.device)
         # What the host writes for each step, if it does, has buffers for as many steps as an engine has in flight.
-        waits, last = run.graphs is None or run.attention.plans_on_host, step
+        waits, last = run.attention.plans_on_host or not self.replays(decodes), step
         for i in range(batch.num_drafts):
             if i:
                 step = run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
@@ -57,14 +56,15 @@ class Drafter:
 
     def _read(self, batch: Batch) -> StepHandle:
         """Compute the batch's tokens; the draft's first is sampled after them."""
-        run = self.runner
-        longest = int(batch.num_new.max())
-        if longest > self.few_tokens or not batch.samples.all():
+        run, ends, longest = self.runner, batch.num_computed + batch.num_new, int(batch.num_new.max())
+        # After a draft there is one token to read, or two: as decodes, if these are graphs.
+        few = 2 if self.replays(_decodes(batch, batch.samples, ends)) else 1
+        if longest > few or not batch.samples.all():
             return run.launch(replace(batch, num_drafts=0))
         behind = np.cumsum(batch.num_new)
-        for left in reversed(range(longest)):
+        for left in reversed(range(longest)):  # in the first turn only rows of two tokens
             rows = batch.num_new > left
-            decodes = _decodes(batch, rows, (batch.num_computed + batch.num_new)[rows] - left - 1)
+            decodes = _decodes(batch, rows, ends[rows] - left - 1)
             if left == longest - 1:
                 names = ("block_slots", "block_indices", "block_ids")
                 decodes = replace(decodes, **{name: getattr(batch, name) for name in names})

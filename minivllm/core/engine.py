@@ -318,7 +318,7 @@ class LLMEngine:
     def _launch(self) -> bool:
         """Schedule and launch a step; False if none can run until a step in flight is committed."""
         planned = time.perf_counter()
-        batch = self.scheduler.ask_for_drafts() if self.config.draft_model is not None else None
+        batch = self.scheduler.ask_for_drafts()
         if batch is None and (batch := self.scheduler.schedule()) is None:
             return False
         if self.config.enable_lora and len(batch.admitted_slots):

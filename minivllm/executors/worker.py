@@ -119,7 +119,7 @@ class Worker:
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
         self._drafter: Drafter | None = None
-        self._draft = None if config.draft_model is None else self._draft_worker(config, config.draft_model)
+        self._draft_worker = None if config.draft_model is None else self._make_draft_worker(config, config.draft_model)
         self._memory: MemoryShare | None = None
         self._sleeping: SleepingMemory | None = None
         if self.device_type == "cuda":
@@ -129,11 +129,11 @@ class Worker:
             # Torch counts the machine's cores; threads beyond a container's CPU quota would wait for each other.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
-    def _draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
+    def _make_draft_worker(self, config: EngineConfig, draft_model: ModelOptions) -> Worker:
         """That of the draft model. Each rank has all of it, as so small a model takes longer on several GPUs."""
         assert self.model_config.draft is not None
         its = replace(
-            config, model=draft_model, draft_model=None, tp=1, enable_lora=False,
+            config, model=draft_model, draft_model=None, tp=1, enable_lora=False, dtype=self.dtype,
             scheduler=replace(config.scheduler, num_speculative_tokens=0, draft_model=None),
             packed_weights="false" if config.packed_weights == "false" else "auto",
             max_cudagraph_capture_size=min(config.max_cudagraph_capture_size or MOST_RUNNING, MOST_RUNNING),
@@ -227,8 +227,8 @@ class Worker:
             raise was_shut_down()
         with self._on_device(), torch.inference_mode():
             self._sleeping.sleep(level)
-            if self._draft is not None:
-                self._draft.sleep(1)  # nobody has other weights for it
+            if self._draft_worker is not None:
+                self._draft_worker.sleep(1)  # nobody has other weights for it
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """See ``Executor.wake_up``; from any thread, like ``launch``."""
@@ -237,8 +237,8 @@ class Worker:
         with self._on_device(), torch.inference_mode():
             if self._sleeping.wake_up(tags):
                 renew_copies(cast(nn.Module, self.runner.model))
-            if self._draft is not None:
-                self._draft.wake_up(tags)
+            if self._draft_worker is not None:
+                self._draft_worker.wake_up(tags)
 
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
@@ -248,14 +248,16 @@ class Worker:
     @torch.inference_mode()
     def _start(self) -> int:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
-        runner = self._load(device)
+        runner = self.runner = self._build(device, None)
         ours = [(self, runner)]
-        if self._draft is not None:
-            drafts = self._draft._load(device, runner)
-            if self._memory is not None and self._draft._sleeping is not None:
-                self._memory.beside += self._draft._sleeping.nbytes
-            ours.append((self._draft, drafts))
-            self._drafter = Drafter(drafts, self.tp)
+        if (other := self._draft_worker) is not None:
+            other.runner = other._build(device, runner)
+            ours.append((other, other.runner))
+            self._drafter = Drafter(other.runner, self.tp)
+        for worker, its in ours:
+            worker._pack(its, device, self._memory, self._least_cache_bytes())
+            if self._memory is not None and worker._sleeping is not None:
+                self._memory.beside += worker._sleeping.nbytes
         graphs = [worker._ready_to_run(its, device) for worker, its in ours]
         self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
         for (worker, its), its_graphs in zip(ours, graphs, strict=True):
@@ -264,20 +266,16 @@ class Worker:
             worker._capture(its, *its_graphs)
         return self.num_blocks
 
-    def _load(self, device: torch.device, beside: ModelRunner | None = None) -> ModelRunner:
-        """Load the model. ``beside``: of the model that it drafts for."""
-        runner = self.runner = self._build(device, beside)
+    def _pack(self, runner: ModelRunner, device: torch.device, memory: MemoryShare | None, cache_bytes: int) -> None:
+        """Pack weights, and move them to where they can sleep."""
         self.packed_weights = pack_weights(
-            runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._memory,
-            self._least_cache_bytes(), attends_plainly(runner.attention),
+            runner.model, self.config, self.tp, getattr(torch, self.dtype), device, memory, cache_bytes,
+            attends_plainly(runner.attention),
         )  # fmt: skip
         if self.config.enable_sleep_mode:
             self._sleeping = SleepingMemory(device)
             self._sleeping.take("weights", dict(cast(nn.Module, runner.model).named_parameters()))
             self._sleeping.take("copies", dict(packed_tensors(cast(nn.Module, runner.model))))
-            if self._memory is not None:
-                self._memory.beside = self._sleeping.nbytes
-        return runner
 
     def _ready_to_run(self, runner: ModelRunner, device: torch.device) -> _Graphs:
         """Have all kernels, and a cache of one block, so that steps can run. Returns what is left to ``_capture``."""
@@ -289,7 +287,8 @@ class Worker:
         return graphs
 
     def _build(self, device: torch.device, beside: ModelRunner | None) -> ModelRunner:
-        """The model with its weights, the sampler and the attention backend, in a runner."""
+        """The model with its weights, the sampler and the attention backend, in a runner. ``beside``: that of the model
+        that it drafts for."""
         config, model_config = self.config, self.model_config
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
@@ -424,7 +423,7 @@ class Worker:
     def shutdown(self) -> None:
         """Drop the weights, cache and graphs, and return their memory to the device."""
         runner, self.runner, self._sleeping = self.runner, None, None
-        self._draft = self._drafter = None
+        self._draft_worker = self._drafter = None
         with self._on_device():
             if self.device_type == "cuda":
                 torch.cuda.synchronize()  # a step in flight writes to host memory, too
@@ -456,7 +455,7 @@ class Worker:
     def _block_bytes(self) -> int:
         """Of keys and values, the draft model's included."""
         spec, itemsize = self.spec, self.spec.cache_dtype.itemsize
-        drafts = 0 if self._draft is None else self._draft._block_bytes()
+        drafts = 0 if self._draft_worker is None else self._draft_worker._block_bytes()
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize + drafts
 
     def _least_cache_bytes(self) -> int:

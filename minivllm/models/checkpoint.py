@@ -24,12 +24,13 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]  # subfolders, and a second copy of t
 # --------------------------------------------------------------------------- finding the folder
 
 
-def fetch(options: ModelOptions) -> Path:
-    """The checkpoint's folder: ``path``, a download of ``repo``, or the demo model that ships with the package."""
+def fetch(options: ModelOptions, key: str = "model.path") -> Path:
+    """The checkpoint's folder: ``path``, a download of ``repo``, or the demo model that ships with the package.
+    ``key``: where the user could give a folder."""
     if options.path is not None:
-        return _folder(Path(expanduser(options.path)))
+        return _folder(Path(expanduser(options.path)), key)
     if options.repo is not None:
-        return download(options.repo, options.revision)
+        return download(options.repo, options.revision, key=key)
     if options.name == "demo":
         return DEMO
     raise CheckpointError(f"model={options.name} names neither a folder nor a repository; set model.path=DIR")

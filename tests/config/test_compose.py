@@ -164,6 +164,10 @@ def test_a_path_runs_on_an_empty_option_and_is_absolute(
     model = compose(["model.path=a, folder/x=1"], registry).engine.model
     assert model.path == str(tmp_path / "a, folder" / "x=1")
     assert (model.name, model.hf_config, model.repo) == ("checkpoint", {}, None)
+    (tmp_path / "small").mkdir()
+    drafts = compose(["scheduler.draft_model=small", "scheduler.num_speculative_tokens=2"], registry).engine
+    assert drafts.draft_model is not None
+    assert drafts.draft_model.path == drafts.scheduler.draft_model == str(tmp_path / "small")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert compose(["model.path=~/m"], registry).engine.model.path == str(tmp_path / "m")
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from simulation import Ask, World, make_scheduler, told
 
-from minivllm.core import speculation
+from minivllm.core import draft_model
 from minivllm.core.batch import Batch
 from minivllm.core.draft_model import ASKS, DraftModelSpeculation
 from minivllm.core.speculation import DECODES
 
 
 def worlds(depth: int = 2, name: str = "mixed", num_speculative_tokens: int = 4, **options: int) -> World:
-    drafts = {"num_speculative_tokens": num_speculative_tokens, "draft_model": "any"}
-    return World(make_scheduler(name, **drafts, **options), depth=depth)
+    drafts = {"num_speculative_tokens": num_speculative_tokens, "draft_model": "any", "max_num_seqs": 40}
+    return World(make_scheduler(name, **drafts | options), depth=depth)
 
 
 def asked(world: World) -> list[Batch]:
@@ -46,7 +46,18 @@ def test_sequences_share_the_steps_of_both_models() -> None:
         world.add(Ask((i, 1, 2), max_tokens=30))
     world.drain()
     assert max(len(batch.slots) for batch in asked(world)) == 4
-    assert (8, 4) in verified(world), "four sequences and four draft tokens in eight rows"
+    assert (20, 4) in verified(world), "each with four draft tokens"
+
+
+@pytest.mark.parametrize("rooms", [{"max_num_seqs": 14}, {"max_num_batched_tokens": 14}])
+def test_no_more_is_drafted_than_can_be_verified(rooms: dict[str, int]) -> None:
+    """A sequence and its draft take five rows."""
+    world = worlds(**rooms)
+    for i in range(4):
+        world.add(Ask((i, 1, 2), max_tokens=20 + 10 * i))
+    world.drain()
+    drafted = sum(int(batch.samples.sum()) for batch in asked(world))
+    assert drafted and drafted == sum((rows - its) / 4 for rows, its in verified(world))
 
 
 def test_a_prompt_is_read_in_steps_of_the_budget() -> None:
@@ -59,11 +70,11 @@ def test_a_prompt_is_read_in_steps_of_the_budget() -> None:
 
 def test_others_go_on_while_one_waits_for_its_drafts() -> None:
     """Prompts that take many steps beside one that decodes with drafts."""
-    world = worlds(max_num_batched_tokens=8)
+    world = worlds(max_num_batched_tokens=12)
     world.add(Ask((1, 2), max_tokens=40))
     for _ in range(4):
         world.step()
-    world.add(Ask((5,) * 40, max_tokens=2))
+    world.add(Ask((5,) * 60, max_tokens=2))
     world.drain()
     beside = [b for b in world.batches if not b.num_drafts and len(set(b.slots.tolist())) == 2]
     assert any(len(batch.slots) > 2 for batch in beside), "a step has a chunk and a draft"
@@ -86,7 +97,7 @@ def test_without_blocks_for_a_draft_a_sequence_goes_on_without() -> None:
 
 
 def test_with_many_running_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MOST_RUNNING", 2)
+    monkeypatch.setattr(draft_model, "MOST_RUNNING", 2)
     world = worlds()
     for i in range(3):
         world.add(Ask((i,), max_tokens=20 + 20 * (i == 0)))
@@ -100,8 +111,8 @@ def test_what_is_often_wrong_is_drafted_seldom() -> None:
         def launch(self, batch: Batch) -> np.ndarray:
             return super().launch(batch) + 1 if batch.num_drafts else super().launch(batch)
 
-    draft_model = {"num_speculative_tokens": 4, "draft_model": "any"}
-    world = Wrong(make_scheduler(max_model_len=600, num_blocks=160, **draft_model))
+    drafts = {"num_speculative_tokens": 4, "draft_model": "any"}
+    world = Wrong(make_scheduler(max_model_len=600, num_blocks=160, **drafts))
     world.add(Ask((1, 2, 3), max_tokens=500))
     world.drain()
     assert 500 / 34 < len(asked(world)) < 60
@@ -132,7 +143,7 @@ def test_a_draft_whose_sequence_is_gone_is_nobodys() -> None:
 def test_who_has_yet_to_ask_takes_no_step() -> None:
     """A scheduler that makes room for others in ``schedule``, as examples/plugins/minivllm-priority does, may preempt
     all that wait, so that the others need not."""
-    world = worlds(max_num_batched_tokens=8)
+    world = worlds(max_num_batched_tokens=8, num_speculative_tokens=2)
     scheduler = world.scheduler
     world.add(Ask((5,) * 20, max_tokens=30))
     world.add(Ask((1, 2, 3), max_tokens=30))

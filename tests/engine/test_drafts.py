@@ -14,9 +14,13 @@ from test_llm import SMALL, run, usable
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.backends.torch import TorchBackend
 from minivllm.bench.recorder import StepRecorder
+from minivllm.core.batch import Batch
 from minivllm.core.drafter import Drafter
+from minivllm.core.interfaces import StepHandle, StepResult
+from minivllm.core.landing import PendingStep
+from minivllm.core.model_runner import ModelRunner
 from minivllm.core.scheduler import MixedScheduler
-from minivllm.errors import ConfigError
+from minivllm.errors import CheckpointError, ConfigError
 
 Engine = Callable[..., LLM]
 Checkpoints = Callable[..., Path]
@@ -96,13 +100,41 @@ def test_a_draft_model_changes_no_token(
 
 def test_two_tokens_behind_a_whole_draft_are_read_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with CUDA graphs, whose decodes take less time than a prompt of two tokens."""
-    monkeypatch.setattr(Drafter, "few_tokens", property(lambda self: 2))
+    monkeypatch.setattr(Drafter, "replays", lambda self, decodes: True)
     plain = engine(**SMALL)
     expected, same = run(plain, *requests()), plain.engine.config.model.path
     llm = engine(**SMALL | {"scheduler.num_speculative_tokens": 3, "scheduler.draft_model": same})
     assert told(run(llm, *requests())) == told(expected)
     stats = llm.engine.stats
     assert stats.accepted_tokens > 0.95 * stats.draft_tokens, "what it reads is what it would have read at once"
+
+
+def test_no_more_steps_are_launched_ahead_than_an_engine_has_in_flight(
+    engine: Engine, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host writes for each step, as without graphs, into memory for so many."""
+    launch, ahead, most = ModelRunner.launch, [], []
+
+    def counted(runner: ModelRunner, batch: Batch) -> StepHandle:
+        step = launch(runner, batch)
+        if runner is llm.engine.executor._worker._drafter.runner:
+            ahead.append(step)
+            most.append(len(ahead))
+        return step
+
+    def read(step: PendingStep) -> StepResult:
+        if step in ahead:
+            del ahead[: ahead.index(step) + 1]
+        return result(step)
+
+    result = PendingStep.result
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    monkeypatch.setattr(PendingStep, "result", read)
+    monkeypatch.setattr(PendingStep, "__eq__", object.__eq__)
+    drafts = {"scheduler.num_speculative_tokens": 6, "scheduler.draft_model": tiny_checkpoint("qwen3")}
+    llm = engine(**SMALL | drafts)
+    run(llm, [1, 2, 3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert len(most) == 6 and max(most) == 2
 
 
 def test_a_stop_string_or_token_amid_a_draft_ends_the_answer_there(engine: Engine) -> None:
@@ -159,7 +191,7 @@ def test_the_next_draft_is_under_way_while_text_is_read(engine: Engine) -> None:
 
 @pytest.mark.parametrize("model", [False, True], ids=["looked up", "draft model"])
 def test_pictures_show_no_draft_as_a_prompt(engine: Engine, tiny_checkpoint: Checkpoints, model: bool) -> None:
-    by_model = {"scheduler.num_speculative_tokens": 4, "scheduler.draft_model": tiny_checkpoint("qwen3")}
+    by_model = {"scheduler.num_speculative_tokens": 3, "scheduler.draft_model": tiny_checkpoint("qwen3")}
     drafts = by_model if model else DRAFTS
     llm = engine(**SMALL | drafts | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
     recorder = llm.engine.observer = StepRecorder(llm.engine)
@@ -225,7 +257,9 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
 
     other, short = tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", vocab_size=3072, max_position_embeddings=64)
     said = refusal(speculative_config={"model": str(other), "num_speculative_tokens": 2})
-    assert "a vocabulary of 512 tokens" in said and "the same family" in said and f"draft_model={other}" in said
+    assert (
+        "a vocabulary of 512 tokens" in said and "vocab_size in config.json" in said and f"draft_model={other}" in said
+    )
     said = refusal(speculative_config={"model": str(short), "num_speculative_tokens": 2})
     assert "64 positions" in said and said.endswith("type max_model_len=64")
     drafts = ["scheduler.num_speculative_tokens=2", "scheduler.draft_model=demo"]
@@ -249,3 +283,15 @@ def test_a_scheduler_that_asks_no_draft_model_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(MixedScheduler, "asks_draft_models", False)
     with pytest.raises(ConfigError, match="draft_model=demo is not supported by scheduler=mixed"):
         LLM("demo", device="cpu", speculative_config={"model": "demo", "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("name", ["speculative_model", "spec_model"])
+def test_vllms_other_keywords_name_this_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"type speculative_config=\{'model': NAME, 'num_speculative_tokens': 5"):
+        LLM("demo", device="cpu", **{name: "demo"})
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no config.json.*pass scheduler.draft_model=DIR") as caught:
+        LLM("demo", device="cpu", speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2})
+    assert "model.path" not in str(caught.value)
