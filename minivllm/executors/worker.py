@@ -90,7 +90,10 @@ class Worker:
         registry: Registry,
         tp: TensorParallel,
         device_index: int = 0,
+        drafts: bool = False,
     ) -> None:
+        """``drafts``: for the draft model of another worker, of whose steps none has both decodes and prompts."""
+        self._drafts = drafts
         self.device_index, self.num_blocks, self.packed_weights = device_index, 0, False
         self.config, self.model_config, self.registry, self.tp = config, model_config, registry, tp
         self.device_type = resolve_device(config.device)
@@ -140,7 +143,7 @@ class Worker:
         )  # fmt: skip
         model_config, tp = self.model_config.draft, TensorParallel()
         try:
-            return Worker(its, model_config, self.max_model_len, self.registry, tp, self.device_index)
+            return Worker(its, model_config, self.max_model_len, self.registry, tp, self.device_index, drafts=True)
         except ConfigError as error:
             raise ConfigError(f"scheduler.draft_model={config.scheduler.draft_model}: {error}") from error
 
@@ -358,7 +361,7 @@ class Worker:
         if not self.choice.prompt_graphs() or not runner.attention.captures_prompts:
             return decodes, None, None
         prompts = PromptGraphs(runner, most, self.tp, drafts=self.config.scheduler.num_speculative_tokens > 0)
-        if not self.choice.mixed_graphs():
+        if self._drafts or not self.choice.mixed_graphs():
             return decodes, prompts, None
         return decodes, prompts, MixedGraphs(runner, decodes, prompts, most)
 

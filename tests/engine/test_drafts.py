@@ -292,6 +292,6 @@ def test_vllms_other_keywords_name_this_one(name: str) -> None:
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no config.json.*pass scheduler.draft_model=DIR") as caught:
+    with pytest.raises(CheckpointError, match=r"has no config.json.*pass scheduler.draft_model=DIR") as caught:
         LLM("demo", device="cpu", speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2})
     assert "model.path" not in str(caught.value)
