@@ -167,8 +167,7 @@ class Worker:
         if self.runner is None:
             raise was_shut_down()
         with self._on_device():
-            if batch.num_drafts:
-                assert self._drafter is not None
+            if self._drafter is not None and batch.num_drafts:
                 return self._drafter.launch(batch)
             return self.runner.launch(batch)
 
