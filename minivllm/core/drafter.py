@@ -26,9 +26,9 @@ class Drafter:
         self._staging = Staging(runner.device)
         self._landing = PinnedRing()  # as each token of a draft may land in the runner's own, and nobody waits for it
 
-    def replays(self, decodes: Batch) -> bool:
-        """Whether these decodes are one graph, whose input is on the device already."""
-        return self.runner.graphs is not None and self.runner.graphs.takes(decodes)
+    def replays(self, rows: int) -> bool:
+        """Whether so many decodes are one graph, whose input is on the device already."""
+        return self.runner.graphs is not None and rows <= self.runner.graphs.sizes[-1]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
@@ -42,7 +42,7 @@ class Drafter:
         (slots,) = self._staging.send(decodes.slots.astype(np.int64))
         found = torch.empty((batch.num_drafts, len(decodes.slots)), dtype=torch.int64, device=run.device)
         # What the host writes for each step, if it does, has buffers for as many steps as an engine has in flight.
-        waits, last = run.attention.plans_on_host or not self.replays(decodes), step
+        waits, last = run.attention.plans_on_host or not self.replays(len(decodes.slots)), step
         for i in range(batch.num_drafts):
             if i:
                 step = run.launch(replace(decodes, num_computed=decodes.num_computed + (i - 1)))
@@ -58,7 +58,7 @@ class Drafter:
         """Compute the batch's tokens; the draft's first is sampled after them."""
         run, ends, longest = self.runner, batch.num_computed + batch.num_new, int(batch.num_new.max())
         # After a draft there is one token to read, or two: as decodes, if these are graphs.
-        few = 2 if self.replays(_decodes(batch, batch.samples, ends)) else 1
+        few = 2 if self.replays(len(batch.slots)) else 1
         if longest > few or not batch.samples.all():
             return run.launch(replace(batch, num_drafts=0))
         behind = np.cumsum(batch.num_new)

@@ -100,7 +100,7 @@ def test_a_draft_model_changes_no_token(
 
 def test_two_tokens_behind_a_whole_draft_are_read_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with CUDA graphs, whose decodes take less time than a prompt of two tokens."""
-    monkeypatch.setattr(Drafter, "replays", lambda self, decodes: True)
+    monkeypatch.setattr(Drafter, "replays", lambda self, rows: True)
     plain = engine(**SMALL)
     expected, same = run(plain, *requests()), plain.engine.config.model.path
     llm = engine(**SMALL | {"scheduler.num_speculative_tokens": 3, "scheduler.draft_model": same})
