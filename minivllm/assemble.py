@@ -195,7 +195,7 @@ def find_draft_model(
     """The config of the draft model.
 
     Raises:
-        ConfigError: it cannot draft for this model.
+        ConfigError, CheckpointError: it cannot draft for this model, or is none.
     """
     from minivllm.plugins.manager import default_registry
 

@@ -125,10 +125,7 @@ def _with_draft_model(engine: EngineConfig, registry: Registry) -> EngineConfig:
     """With what ``scheduler.draft_model`` names, if anything. Raises ConfigError."""
     if (name := engine.scheduler.draft_model) is None:
         return engine
-    try:
-        ((key, value),) = model_keys(name, registry).items()
-    except ConfigError as error:
-        raise ConfigError(f"scheduler.draft_{error}") from error
+    ((key, value),) = model_keys(name, registry, "scheduler.draft_model").items()
     allowed = [option for option in group_options("model", registry) if option != "checkpoint"]  # which names none
     if key == "model" and value not in allowed:
         raise ConfigError(

@@ -231,8 +231,9 @@ def group_options(group: str, registry: Registry) -> list[str]:
     return list(dict.fromkeys([*registry.config_options(group), *components]))
 
 
-def model_keys(model: str, registry: Registry) -> dict[str, Any]:
-    """The key and value that select this model: an option's name, a folder or a Hub repository. Raises ConfigError."""
+def model_keys(model: str, registry: Registry, key: str = "model") -> dict[str, Any]:
+    """The key and value that select this model: an option's name, a folder or a Hub repository. ``key``: where the user
+    named it. Raises ConfigError."""
     if model in group_options("model", registry):
         return {"model": model}
     if os.path.isdir(os.path.expanduser(model)):
@@ -243,7 +244,7 @@ def model_keys(model: str, registry: Registry) -> dict[str, Any]:
                 return {"model": name}
         return {"model.repo": model}
     if "/" in model or os.sep in model:
-        raise ConfigError(f"model={model}: there is no such folder, and it is not a repository's ORG/NAME")
+        raise ConfigError(f"{key}={model}: there is no such folder, and it is not a repository's ORG/NAME")
     return {"model": model}  # compose refuses it, suggesting similar names
 
 

@@ -176,11 +176,10 @@ class SlotScheduler(Scheduler):
         return self.speculation.most > 0 and self.speculation.waits(self.running)
 
     def ask_for_drafts(self) -> Batch | None:
-        if not isinstance(self.speculation, DraftModelSpeculation) or self.speculation.drafts_now:
+        its = self.speculation
+        if not isinstance(its, DraftModelSpeculation) or its.drafts_now or self.waits_for_drafts:
             return None
-        if self.waits_for_drafts:
-            return None
-        rows = self.speculation.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.sequences)
+        rows = its.ask(self.options.max_num_batched_tokens, self.tokens, self.committed, self.sequences)
         if not rows:
             return None
         slots, seen, ids, ends = zip(*rows, strict=True)
@@ -199,7 +198,7 @@ class SlotScheduler(Scheduler):
             block_ids=block_ids,
             admitted_slots=NO_INTS,
             admitted_params=self._no_params,
-            num_drafts=self.speculation.most,
+            num_drafts=its.most,
         )
         self.steps += 1
         return batch

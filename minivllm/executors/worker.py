@@ -127,7 +127,8 @@ class Worker:
         self._sleeping: SleepingMemory | None = None
         if self.device_type == "cuda":
             open_device(device_index)
-            self._memory = MemoryShare(torch.device("cuda", device_index), config.cache.gpu_memory_utilization)
+            if not drafts:  # which counts in the share of the worker that it drafts for
+                self._memory = MemoryShare(torch.device("cuda", device_index), config.cache.gpu_memory_utilization)
         elif "OMP_NUM_THREADS" not in os.environ:
             # Torch counts the machine's cores; threads beyond a container's CPU quota would wait for each other.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
