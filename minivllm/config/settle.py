@@ -52,12 +52,13 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler.prompt_lookup_min={scheduler.prompt_lookup_min} is more than "
             f"scheduler.prompt_lookup_max={scheduler.prompt_lookup_max}; lower the former or raise the latter"
         )
-    if scheduler.num_speculative_tokens >= scheduler.max_num_seqs:
-        raise ConfigError(
-            f"scheduler.num_speculative_tokens={scheduler.num_speculative_tokens} is not less than "
-            f"scheduler.max_num_seqs={scheduler.max_num_seqs}: in a step each draft token takes the place of a "
-            "sequence; lower the former or raise the latter"
-        )
+    for name, one in (("max_num_seqs", "sequence"), ("max_num_batched_tokens", "prompt token")):
+        if scheduler.num_speculative_tokens >= getattr(scheduler, name):
+            raise ConfigError(
+                f"scheduler.num_speculative_tokens={scheduler.num_speculative_tokens} is not less than "
+                f"scheduler.{name}={getattr(scheduler, name)}: in a step each draft token takes the place of a {one}; "
+                "lower the former or raise the latter"
+            )
     if scheduler.draft_model is not None and not scheduler.num_speculative_tokens:
         raise ConfigError(
             f"scheduler.draft_model={scheduler.draft_model} drafts nothing with scheduler.num_speculative_tokens=0; "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.grammars import text_of
-from minivllm.core.guides import Guides
+from minivllm.core.guides import Guides, masks_per_slot
 from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampler_overrides import finds_logprobs
 from minivllm.core.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ class Admission:
         self._vocab = model_config.vocab_size
         ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
         self._eos = tuple(token for token in ends if 0 <= token < self._vocab)  # others are never sampled
-        self.guides = Guides(tokenizer, self._vocab, self._eos)
+        self.guides = Guides(tokenizer, self._vocab, self._eos, masks_per_slot(sampler_class, config.scheduler))
         self._token_texts = TokenTexts(tokenizer)
         self._params = SamplingParams()  # a copy of the newest request's
 

@@ -39,9 +39,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a step may sample for guided sequences; only slots whose mask has changed."""
+    """Which tokens a step may sample for guided sequences; only where masks have changed."""
 
-    slots: np.ndarray  # (m,) int32
+    slots: np.ndarray  # (m,) int32: where they belong, see ``Sampler.take_masks``
     bits: np.ndarray  # (m, mask_words) int32: bit t % 32 of word t // 32 is 1 if token t is allowed
 
 

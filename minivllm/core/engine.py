@@ -357,12 +357,8 @@ class LLMEngine:
     def _guide_first(self) -> None:
         """Let the oldest step in flight sample if it waits for masks: all earlier tokens are known now."""
         if self._under_way and (guided := self._under_way[0].guided):
-            rows, batch = [row for row, _ in guided], self._under_way[0].batch
             self._under_way[0].guided = []
-            masks = self._admission.guides.masks(
-                batch.slots[rows], batch.generations[rows], [guide for _, guide in guided]
-            )
-            self.executor.guide(masks)
+            self.executor.guide(self._admission.guides.masks(self._under_way[0].batch, guided))
 
     def _may_hold(self) -> bool:
         """Whether outputs other than first and last ones may wait: the caller wants it, and the step in flight has one

@@ -1,7 +1,8 @@
 """Guided decoding: which tokens are allowed next, given the output so far, by a grammar or by ``bad_words``.
 
 The host computes the masks, one bit per token, while the layers of the step that will sample with them run: like any
-step it is launched before the newest token is known, and it samples once the masks arrive (``Executor.guide``).
+step it is launched before the newest token is known, and it samples once the masks arrive (``Executor.guide``). A step
+that verifies a draft has a mask for each of its tokens.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.batch import TokenMasks, mask_words
+from minivllm.core.batch import Batch, TokenMasks, mask_words
 from minivllm.core.grammars import check_tags, clear_bits, few_lines, grammars_of, matcher_of, text_of
 from minivllm.core.matchers import BEGIN, THOUGHTS, AfterReasoning, AnyOf, Spaces, parts_of
 from minivllm.cores import usable_cores
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
+    from minivllm.config.engine_config import SchedulerOptions
+    from minivllm.core.interfaces import Sampler
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.core.structured_outputs import StructuredOutputsParams
     from minivllm.models.tokenizer import Tokenizer
@@ -30,6 +34,12 @@ _BYTES = 4  # per word
 # time. A matcher that took longer to make is copied more often, so that making costs each request at most 1 ms.
 _KEPT, _COPIES, _OF_EACH = 64, 16, 1e-3  # matchers, copies of each at least, seconds per copy
 _THREADS = 12  # that compute masks, at most: for 256 sequences 12 take 0.8 ms, 8 take 1.0 ms, one takes 6 ms
+
+
+def masks_per_slot(sampler_class: type[Sampler], options: SchedulerOptions) -> int:
+    """``Sampler.masks_per_slot``: one for each token that a step may sample for a guided sequence."""
+    drafts = sampler_class.masks_drafts and options.draft_model is None  # which sees no masks
+    return 1 + options.num_speculative_tokens if drafts else 1
 
 
 class BadWords:
@@ -60,16 +70,18 @@ class Guide:
     """The guided decoding state of one completion."""
 
     def __init__(
-        self, matcher: Any, bad_words: BadWords | None, ends: frozenset[int], stand_ins: Iterable[int] = ()
-    ) -> None:
+        self, matcher: Any, bad_words: BadWords | None, ends: frozenset[int], stand_ins: Iterable[int] = (),
+        drafts: bool = False,
+    ) -> None:  # fmt: skip
         """``matcher``: a fresh llguidance matcher, or None; ``ends``: the model's end tokens; ``stand_ins``: the
-        matcher's end tokens that are not the model's, which must not be sampled."""
-        self.matcher = matcher
+        matcher's end tokens that are not the model's, which must not be sampled; ``drafts``: whether the sequence may
+        have drafts."""
+        self.matcher, self.drafts = matcher, drafts
         self._stand_ins = tuple(stand_ins)
         self._bad_words = bad_words
         self._ends = ends
         self._said: list[int] = []  # the last tokens, as many as bad words need
-        self._sent: tuple[tuple[int, int], bytes] | None = None  # last sent to the device: (slot, generation), mask
+        self._sent: dict[tuple[int, int], bytes] = {}  # the masks on the device, by row there and slot's generation
 
     @property
     def ended(self) -> bool:
@@ -83,9 +95,23 @@ class Guide:
         return self.matcher is not None and self.matcher.is_error()
 
     def is_new(self, place: tuple[int, int], bits: np.ndarray) -> bool:
-        """Whether this mask differs from the one last sent to the device for this slot and generation. Records it."""
-        before, self._sent = self._sent, (place, bits.tobytes())
-        return before != self._sent
+        """Whether this mask differs from the one last sent to this place, a row and its slot's generation. Records
+        it."""
+        before, now = self._sent.get(place), bits.tobytes()
+        self._sent[place] = now
+        return before != now
+
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of a draft's tokens the grammar allows; they follow the newest token."""
+        return len(tokens) if self.matcher is None else int(self.matcher.validate_tokens(tokens))
+
+    def then(self, token: int) -> Guide:
+        """A copy that has taken the token, a draft's, unless it is not allowed."""
+        other = copy(self)
+        other.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        if other.allowed([token]):
+            other.take(token)
+        return other
 
     def cut_by(self, token: int) -> bool:
         """Whether output that ends with ``token`` (not yet taken) is incomplete under the grammar."""
@@ -119,7 +145,8 @@ class Guide:
 class Guides:
     """Makes an engine's guides and computes their masks."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int], masks_per_slot: int = 1) -> None:
+        self._masks_per_slot = masks_per_slot
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._words = mask_words(vocab_size)
         self._width = self._words  # of a row; larger if the tokenizer has more tokens than the model
@@ -140,26 +167,32 @@ class Guides:
         if not params.guided:
             return [None] * params.n
         words = self._bad_words(params.bad_words) if params.bad_words else None
-        asked, ends = params.structured_outputs, self._ends
+        asked, ends, drafts = params.structured_outputs, self._ends, self._masks_per_slot > 1
         if asked is None:
-            return [Guide(None, words, ends) for _ in range(params.n)]
+            return [Guide(None, words, ends, drafts=drafts) for _ in range(params.n)]
         if self._for_grammars is None:
             self._make_ready()
         grammars, stand_ins = self._grammars(asked), self._stand_ins
         try:
             matchers = [self._answers(grammars, asked.reasoning) for _ in range(params.n)]
-            return [Guide(matcher, words, self._known_ends, stand_ins) for matcher in matchers]
+            return [Guide(matcher, words, self._known_ends, stand_ins, drafts) for matcher in matchers]
         except RequestError:
             check_tags(asked, self._for_grammars)
             raise
 
-    def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
-        """The allowed next tokens in slots (m,) of generations (m,), only where they have changed. Valid until the next
-        call."""
-        bits = self.bits(guides)
-        places = zip(slots.tolist(), generations.tolist(), strict=True)
+    def masks(self, batch: Batch, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
+        """The allowed next tokens of these rows of the batch, whose guides have taken all tokens but a draft's; only
+        where they have changed. Valid until the next call."""
+        of, slots, d, guides = [row for row, _ in guided], batch.slots, batch.num_decodes, list[Guide]()
+        for row, guide in guided:
+            drafted = row > d and slots[row] == slots[row - 1]
+            guides.append(guides[-1].then(int(batch.token_ids[row - d])) if drafted else guide)
+        bits, rows = self.bits(guides), slots[of]
+        if (per := self._masks_per_slot) > 1:
+            rows = rows * per + (batch.num_computed[of] + batch.num_new[of]) % per
+        places = zip(rows.tolist(), batch.generations[of].tolist(), strict=True)
         new = np.array([g.is_new(at, its) for at, g, its in zip(places, guides, bits, strict=True)], dtype=bool)
-        return TokenMasks(slots, bits) if new.all() else TokenMasks(slots[new], bits[new])
+        return TokenMasks(rows, bits) if new.all() else TokenMasks(rows[new], bits[new])
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: the allowed next tokens of each guide. Valid until the next call."""

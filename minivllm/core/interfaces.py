@@ -391,13 +391,16 @@ class Sampler(ABC):
     size is a multiple of 4 bytes. A sampled token may depend only on the request's logits, seed and position.
     ``extra_args``: the keys of ``SamplingParams.extra_args`` that ``encode`` reads; requests with other keys are
     refused. So are ``logit_bias`` and ``allowed_token_ids`` unless ``takes_biases``, and ``structured_outputs`` and
-    ``bad_words`` unless ``takes_masks``.
+    ``bad_words`` unless ``takes_masks``. Such requests have drafts if ``masks_drafts``: the worker then sets
+    ``masks_per_slot`` before anything is sampled.
     """
 
     row: ClassVar[np.dtype]
     extra_args: ClassVar[frozenset[str]] = frozenset()
     takes_biases: ClassVar[bool] = False
     takes_masks: ClassVar[bool] = False
+    masks_drafts: ClassVar[bool] = False
+    masks_per_slot = 1
 
     @abstractmethod
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:
@@ -432,6 +435,9 @@ class Sampler(ABC):
         """The tokens that guided sequences may sample from now on; called after ``prepare`` and before sampling. On the
         device: slots (m,) int64; bits (m, words) int32, as in ``TokenMasks``; copy them. ``needs_refine`` must be true
         of these sequences.
+
+        With n > 1 ``masks_per_slot`` the mask of a slot's token at position p is number ``slot * n + p % n``, and
+        ``slots`` has these numbers.
         """
         raise NotImplementedError
 
@@ -598,8 +604,8 @@ class Executor(ABC):
         """Start a step and return at once."""
 
     def guide(self, masks: TokenMasks) -> None:
-        """Let the last launched step (a ``guided`` batch) sample: the slots in ``masks`` from these tokens only, other
-        guided slots under their previous mask.
+        """Let the last launched step (a ``guided`` batch) sample: for these masks' slots from these tokens only, for
+        other guided slots under their previous mask.
 
         Called once, before the next step is launched. Copy ``masks.bits``: the engine reuses the array.
         """

@@ -8,6 +8,7 @@ of them allows it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,16 @@ class CompositeMatcher(ABC):
         """llguidance's matchers whose masks together are this one's."""
 
     @abstractmethod
+    def deep_copy(self) -> CompositeMatcher: ...
+
+    @abstractmethod
     def consume_token(self, token: int) -> bool:
         """Advance by a token; returns whether it was allowed."""
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of them may follow, as llguidance's method."""
+        trial = self.deep_copy()
+        return next((i for i, token in enumerate(tokens) if not trial.consume_token(token)), len(tokens))
 
     @abstractmethod
     def is_accepting(self) -> bool: ...
@@ -64,7 +73,6 @@ class AnyOf(CompositeMatcher):
         return AnyOf([matcher.deep_copy() for matcher in self._alive])
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of them may follow, as llguidance's method."""
         return max(matcher.validate_tokens(tokens) for matcher in self._alive)
 
     def consume_token(self, token: int) -> bool:
@@ -96,6 +104,13 @@ class AfterReasoning(CompositeMatcher):
             return [self._thoughts]
         now = (self._at_once, self._begin) if self._begin is not None else (self._answer,)
         return [part for matcher in now if matcher is not None for part in parts_of(matcher)]
+
+    def deep_copy(self) -> AfterReasoning:
+        other = copy(self)
+        other._answer, other._thoughts = self._answer.deep_copy(), self._thoughts.deep_copy()
+        other._begin = None if self._begin is None else self._begin.deep_copy()
+        other._at_once = None if self._at_once is None else self._at_once.deep_copy()
+        return other
 
     def widen(self, bits: np.ndarray) -> None:
         """Add what is allowed besides ``parts`` to their mask, (words,) int32."""

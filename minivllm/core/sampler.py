@@ -4,7 +4,8 @@ Slot arrays on the device, one row per running sequence and one for padding, own
 # temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (how many top logprobs; -1: no logprobs)
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
 # bias (slots, vocab) float32: added to the logits of biased sequences, zeros for others; allocated when needed
-# bits (slots, words) int32: allowed next tokens of guided sequences, all ones for others; allocated when needed
+# bits (slots * masks_per_slot, words) int32: allowed next tokens of guided sequences, all ones for others; allocated
+#     when needed
 # counts (slots, vocab) int16: token counts of penalized sequences (kernels/sampling/adjust_logits.py); made when needed
 """
 
@@ -57,7 +58,7 @@ class DefaultSampler(Sampler):
     own distribution, before any of this, as in vLLM.
     """
 
-    takes_biases = takes_masks = True
+    takes_biases = takes_masks = masks_drafts = True
     row = np.dtype(
         [
             ("temperature", "<f4"),
@@ -155,7 +156,7 @@ class DefaultSampler(Sampler):
             self.bias[slot].zero_()
         if len(self.bits):  # else no guided sequence has sampled yet
             for slot in slots[((self._asks[slots] & _GUIDED) > 0) & ~guided].tolist():
-                self.bits[slot].fill_(-1)
+                self.bits[slot * self.masks_per_slot : (slot + 1) * self.masks_per_slot].fill_(-1)
         wants_logprobs = rows["logprobs"] >= 0
         asks = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
         self._asks[slots] = asks + _GUIDED * guided
@@ -202,7 +203,7 @@ class DefaultSampler(Sampler):
 
     def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
         if not len(self.bits):
-            self.bits = self.bits.new_full((len(self.temperature), self.bits.shape[1]), -1)
+            self.bits = self.bits.new_full((len(self.temperature) * self.masks_per_slot, self.bits.shape[1]), -1)
         self.bits.index_copy_(0, slots, bits)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -246,7 +247,8 @@ class DefaultSampler(Sampler):
             scores = logits.float() + self.bias.index_select(0, slots) if kind.biased else logits
             if kind.guided:
                 scores = scores if kind.biased else logits.to(torch.float32, copy=True)
-                mask_tokens(scores, self.bits, slots)
+                n = self.masks_per_slot
+                mask_tokens(scores, self.bits, slots if n == 1 else slots * n + positions % n)
             tokens = self.resample(scores, slots, positions)
         elif kind.draws:
             tokens = self._draw(logits, slots, positions)

@@ -414,7 +414,9 @@ class SlotScheduler(Scheduler):
             self.options.max_num_batched_tokens - num_decodes - sum(n for _, n in chunks),
             self.options.max_num_seqs - num_decodes - len(chunks),
         )
-        return self.speculation.rows(drafting, left, self.tokens, self.committed, self.max_len, self.blocks)
+        return self.speculation.rows(
+            drafting, left, self.tokens, self.committed, self.max_len, self.blocks, self.sequences
+        )
 
     def _chunk_tokens(
         self, chunks: list[tuple[int, int]], computed: list[int], first_row: int

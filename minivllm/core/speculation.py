@@ -64,10 +64,9 @@ class Speculation:
         self._behind: set[int] = set()
 
     def start(self, slot: int, seq: Sequence, computed: int) -> None:
-        """A sequence starts in this slot, with so many tokens in blocks that others computed. One with a guide has no
-        drafts, as it allows one token after another; nor has one whose tokens the sampler counts, which would count
-        rejected ones."""
-        self._may[slot] = self.most > 0 and seq.guide is None and not seq.tells_tokens
+        """A sequence starts in this slot, with so many tokens in blocks that others computed. One whose tokens the
+        sampler counts has no drafts, as it would count rejected ones; nor has one whose guide gives one mask a step."""
+        self._may[slot] = self.most > 0 and (seq.guide is None or seq.guide.drafts) and not seq.tells_tokens
         self._from[slot], self._accepted[slot] = 0, 1
 
     def stop(self, slot: int) -> None:
@@ -113,11 +112,11 @@ class Speculation:
 
     def rows(
         self, slots: list[int], most: int, tokens: np.ndarray, committed: np.ndarray, max_len: np.ndarray,
-        blocks: BlockManager,
+        blocks: BlockManager, sequences: list[Sequence | None],
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
         """A step's rows of sequences with drafts, ``most`` at most, each of one token: slots, places in the sequence,
-        ids, each (m,) int32. Every sequence gets one for its newest token, and for draft tokens what else there is of
-        rows and free blocks. The last four arguments are the scheduler's."""
+        ids, each (m,) int32. Every sequence gets one for its newest token, and for draft tokens that its guide allows
+        what else there is of rows and free blocks. The last five arguments are the scheduler's."""
         in_slots: list[int] = []
         places: list[int] = []
         ids: list[np.ndarray] = []
@@ -126,6 +125,11 @@ class Speculation:
                 break
             n, others = int(committed[slot]), len(slots) - number
             draft = self.drafts[slot][: max(min(most - others, int(max_len[slot]) - n) - 1, 0)]
+            seq = sequences[slot]
+            if seq is not None and seq.guide is not None and len(draft):  # it has the newest token by now
+                draft = draft[: seq.guide.allowed(draft.tolist())]
+                if not len(draft):
+                    self.settled(slot, 0, n, len(slots))
             while n + len(draft) > blocks.held[slot] * blocks.block_size:
                 if blocks.num_free:
                     blocks.append(np.array([slot]))

@@ -138,11 +138,12 @@ class UnfinishedRequests:
         """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
         returns the requests of these."""
         stopped: dict[str, Request] = {}
-        over: set[int] = set()  # slots that have got a stop string: tokens of the same step behind it do not count
+        over: set[int] = set()  # slots whose completions end: tokens of the same step behind that do not count
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
         if logprobs is not None:
             of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
         ended = {seq.slot: seq for seq, _ in committed.finished}
+        last_rows = dict(zip(committed.slots.tolist(), committed.rows.tolist(), strict=True)) if ended else {}
         watched = self._watched[committed.slots]
         columns = (committed.slots[watched], committed.token_ids[watched], committed.rows[watched])
         for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
@@ -160,11 +161,11 @@ class UnfinishedRequests:
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
             stopped_here = completion.add(token)
+            if not stopped_here and seq.guide is not None and not (slot in ended and last_rows[slot] == row):
+                stopped_here = _ended_by(seq.guide, completion, token)
             if stopped_here:
                 over.add(slot)
-            if slot in ended:
-                continue
-            if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
+            if stopped_here and slot not in ended:
                 self._scheduler.finish(seq)
                 del self._by_sequence[seq.request_id]
                 self._account(completion)

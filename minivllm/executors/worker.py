@@ -19,6 +19,7 @@ from minivllm.backends.agree import build
 from minivllm.backends.select import choose
 from minivllm.core.adapter_rows import AdapterRows
 from minivllm.core.drafter import Drafter
+from minivllm.core.guides import masks_per_slot
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
@@ -337,6 +338,7 @@ class Worker:
         with self.registry.building("sampler", config.sampler.name):
             sampler: Sampler = sampler_class(num_slots + 1, vocab_size, device, config.sampler.options)
         entry = self.registry.entry("sampler", config.sampler.name)
+        sampler.masks_per_slot = masks_per_slot(sampler_class, config.scheduler)
         look_at_sampler(entry, sampler, vocab_size)
         if why := undoes_sample(sampler_class):
             self.registry.pass_over(PluginError(f"{entry}: {why}"))

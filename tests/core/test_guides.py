@@ -17,7 +17,6 @@ from helpers import byte_level_tokenizer
 
 from minivllm.core import guides as guides_module
 from minivllm.core.guides import Guide, Guides
-from minivllm.core.matchers import AfterReasoning
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError
@@ -43,15 +42,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
     return CheckpointTokenizer(folder)
 
 
-def copy_of(matcher: Any) -> Any:
-    if not isinstance(matcher, AfterReasoning):
-        return matcher and matcher.deep_copy()
-    made = copy(matcher)
-    for name, value in vars(matcher).items():
-        setattr(made, name, value.deep_copy() if hasattr(value, "deep_copy") else value)
-    return made
-
-
 @dataclass
 class One:
     """A guide, asked as an engine asks."""
@@ -61,7 +51,7 @@ class One:
 
     def allowed(self) -> set[int]:
         twin, free = copy(self.guide), Guide(None, None, frozenset())  # the masks of several are found side by side
-        twin.matcher = copy_of(twin.matcher)
+        twin.matcher = twin.matcher and twin.matcher.deep_copy()
         bits, all_ones, again = self.guides.bits([self.guide, free, twin])
         assert (all_ones == -1).all() and (again == bits).all() and bits.shape == (VOCAB // 32,)
         return set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0].tolist())
@@ -167,6 +157,44 @@ def test_whatever_is_drawn_fits(
             assert fits(text), text
         ended += its_end
     assert ended >= 4, f"{ended} of 12 came to an end"
+
+
+@pytest.mark.parametrize(("asked", "fits"), KINDS, ids=lambda x: next(iter(x), None) if isinstance(x, dict) else "")
+def test_a_draft_is_allowed_as_far_as_its_tokens_one_by_one(
+    asked: dict[str, Any], fits: Callable[[str], Any], tokenizer: CheckpointTokenizer
+) -> None:
+    rng, ends, cut = random.Random(0), set(tokenizer.eos_token_ids), 0
+    for _ in range(20):
+        real, draft, masks = (
+            one(tokenizer, structured_outputs=asked, bad_words=["ab", "9"]),
+            list[int](),
+            list[set[int]](),
+        )
+        for _ in range(rng.randint(0, 6)):
+            real.take(rng.choice(sorted(real.allowed() - ends or {ends.pop()})))
+            ends = set(tokenizer.eos_token_ids)
+            if real.guide.matcher is None:
+                break
+        guide, before = real.guide, real.allowed()
+        ahead, right = One(real.guides, guide), 5
+        for at in range(5):
+            may = sorted(ahead.allowed() - ends)
+            if not may or rng.random() < 0.15:
+                draft += [rng.choice(sorted({*range(VOCAB)} - ahead.allowed() - ends))]
+                right = at
+                break
+            draft.append(rng.choice(may))
+            ahead = One(real.guides, ahead.guide.then(draft[-1]))
+            masks.append(ahead.allowed())
+        if guide.matcher is not None:
+            assert guide.allowed(draft) == right
+            assert right == 5 or One(real.guides, ahead.guide.then(draft[-1])).allowed() == ahead.allowed()
+        cut += right < 5
+        assert real.allowed() == before, "nothing was taken"
+        for token, its in zip(draft, masks, strict=False):
+            real.take(token)
+            assert real.allowed() == its
+    assert cut
 
 
 def test_a_grammar_that_comes_again_is_made_again_now_and_then(

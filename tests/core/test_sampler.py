@@ -307,6 +307,25 @@ def test_a_slot_forgets_its_last_owner() -> None:
         assert rows.draw(logits, [0], position) == fresh.draw(logits, [0], position)
 
 
+def test_a_slot_may_have_a_mask_for_each_of_some_positions() -> None:
+    guided = encode(temperature=0, structured_outputs={"choice": ["a"]})
+    rows = Rows(40, [guided, guided, encode(temperature=0)])
+    sampler, only = rows.sampler, [3, 35, 8, 21]
+    sampler.masks_per_slot = 3
+    bits = torch.zeros((4, 2), dtype=torch.int32)
+    for row, token in enumerate(only):
+        bits[row, token // 32] = 1 << token % 32
+    places = [0 * 3 + 7 % 3, 0 * 3 + 8 % 3, 0 * 3 + 9 % 3, 1 * 3 + 5 % 3]
+    sampler.take_masks(torch.tensor(places), bits)
+    logits = random_logits(1, 40).expand(5, 40).contiguous()
+    free = int(logits[0].argmax())
+    assert rows.draw(logits, [0, 0, 0, 1, 2], [7, 8, 9, 5, 8])[0] == [*only, free]
+    assert rows.draw(logits[:2], [0, 0], [10, 11])[0] == only[:2], "the masks of three tokens before"
+    packed, slot = np.array([encode(temperature=0)], dtype=DefaultSampler.row), np.zeros(1, dtype=np.int32)
+    sampler.prepare(slot, packed, torch.zeros(1).long(), torch.from_numpy(packed.view(np.int32).reshape(1, -1)))
+    assert rows.draw(logits[:4], [0, 0, 0, 1], [7, 8, 9, 5])[0] == [free, free, free, only[3]]
+
+
 # --------------------------------------------------------------------------- penalties
 
 

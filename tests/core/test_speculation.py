@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -149,14 +151,31 @@ def test_an_abort_while_a_draft_is_verified() -> None:
         world.drain()
 
 
-def test_a_guide_and_counted_tokens_have_none() -> None:
-    for change in ({"guide": object()}, {"tells_tokens": True}):
+def test_a_guide_with_one_mask_and_counted_tokens_have_none() -> None:
+    for change in ({"guide": SimpleNamespace(drafts=False)}, {"tells_tokens": True}):
         world = worlds()
         seq = world.add(Ask((1, 2) * 4, max_tokens=20, repeats=2))
         for name, value in change.items():
             setattr(seq, name, value)
         world.drain()
         assert seq.status is Status.FINISHED and not drafts_of(world)
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_no_row_is_spent_on_what_a_guide_forbids(most: int) -> None:
+    asked = []
+
+    def allowed(tokens: list[int]) -> int:
+        asked.append(tokens)
+        return min(most, len(tokens))
+
+    world = worlds()
+    seq = world.add(Ask((1, 2, 1, 2), max_tokens=60, repeats=2))
+    seq.guide = SimpleNamespace(drafts=True, allowed=allowed)
+    world.drain()
+    counts = [count for _, count in drafts_of(world)]
+    assert all(count <= most for count in counts)
+    assert len(counts) > 5 if most else len(asked) < 20, "where nothing is allowed it pauses"
 
 
 def test_many_sequences_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

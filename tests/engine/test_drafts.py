@@ -16,14 +16,27 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.bench.recorder import StepRecorder
 from minivllm.core.batch import Batch
 from minivllm.core.drafter import Drafter
+from minivllm.core.guides import Guide, Guides
 from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.core.landing import PendingStep
 from minivllm.core.model_runner import ModelRunner
+from minivllm.core.sampler import DefaultSampler
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.errors import CheckpointError, ConfigError
 
 Engine = Callable[..., LLM]
 Checkpoints = Callable[..., Path]
+PEOPLE: dict[str, Any] = {
+    "type": "array",
+    "minItems": 3,
+    "maxItems": 4,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
 DRAFTS = {"scheduler.num_speculative_tokens": 4, "scheduler.prompt_lookup_min": 1}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -96,6 +109,109 @@ def test_a_draft_model_changes_no_token(
     assert (stats.preemptions > 0) == (how["cache.num_blocks"] == 26)
     assert ("drafts of" in llm.engine.describe()["weights"]) and llm.engine.config.draft_model is not None
     usable(llm)
+
+
+def guided_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Answers that repeat themselves, and end in all the ways in which a guided one can: with their grammar, with a
+    token or a string amid a draft, with their length."""
+    asked: list[dict[str, Any]] = [
+        {"regex": "(ab, ){9}(x|y)"},
+        {"regex": "([ab]{3} ){5,9}"},
+        {"json": PEOPLE, "disable_any_whitespace": True},
+        {"choice": ["no no no no no no yes", "no no no no no no no no"]},
+        {"grammar": 'start: ("one" | "two")+'},
+        {"regex": "(ab){12}", "reasoning": "maybe"},
+        {"regex": "(ab){12}", "reasoning": "always"},
+    ]
+    more: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.7, "logprobs": 2},
+        {"temperature": 0.3, "n": 2, "stop": ["ab, ab, ab, ab", "b a", "nono no", "eo"]},
+        {"temperature": 0, "ignore_eos": True, "bad_words": ["aba", "one two", "no no no no"]},
+        {"temperature": 0, "max_tokens": 17},
+    ]
+    params = [
+        SamplingParams(**{"max_tokens": 60, "seed": i, "structured_outputs": one} | its)
+        for i, its in enumerate(more)
+        for one in asked
+    ]
+    return [[i + 1, 5] for i in range(len(params))], params
+
+
+@pytest.mark.parametrize(("how", "end", "fails"), [
+    ({}, True, False),
+    ({"scheduler.max_num_batched_tokens": 24, "cache.num_blocks": 40}, True, False),
+    ({"scheduler.async_scheduling": "false"}, False, False),
+    ({}, True, True),
+], ids=["roomy", "preempted", "no end tokens", "some grammars fail"])  # fmt: skip
+def test_guided_requests_get_the_tokens_that_they_get_without(
+    how: dict[str, Any], end: bool, fails: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Guide.take
+
+    def taken(guide: Guide, token: int) -> None:
+        take(guide, token)
+        counts[id(guide)] = counts.get(id(guide), 0) + 1
+        if guide in mine and counts[id(guide)] == 11 and guide.matcher is not None:
+            guide.matcher.consume_token(0)  # which no grammar here allows: an error, as if it exceeded the limits
+
+    found = []
+    for drafts in ({}, DRAFTS):
+        llm = engine(**SMALL | {"cache.num_blocks": 300} | how | drafts)
+        guides = llm.engine._admission.guides
+        if not end:
+            guides._ends = frozenset()
+        counts: dict[int, int] = {}
+        mine: list[Guide] = []
+        if fails:
+            of = guides.of
+
+            def kept(params: SamplingParams, of: Callable[..., Any] = of, mine: list[Guide] = mine) -> list[Any]:
+                made = of(params)
+                mine += made if (params.seed or 0) == 0 else []
+                return made
+
+            monkeypatch.setattr(guides, "of", kept)
+            monkeypatch.setattr(Guide, "take", taken)
+        prompts, params = guided_requests()
+        found.append([o for i in range(0, 35, 7) for o in run(llm, prompts[i : i + 7], params[i : i + 7])])
+        stats = replace(llm.engine.stats)
+        monkeypatch.undo()
+        usable(llm)
+    assert told(found[1]) == told(found[0])
+    assert values(found[1]) == pytest.approx(values(found[0]), abs=1e-4)
+    assert [c.stop_reason for o in found[1] for c in o.outputs] == [c.stop_reason for o in found[0] for c in o.outputs]
+    assert stats.output_tokens == sum(len(c.token_ids) for o in found[1] for c in o.outputs), (
+        "tokens behind do not count"
+    )
+    assert stats.accepted_tokens > 0.3 * stats.draft_tokens > 0
+    assert (stats.preemptions > 0) == ("cache.num_blocks" in how)
+    assert any(c.finish_reason == "stop" for o in found[1] for c in o.outputs)
+
+
+def test_what_ends_twice_in_a_step_ends_where_it_does_without_drafts(engine: Engine) -> None:
+    """A grammar that nothing can follow, or a stop string, and ``max_tokens`` right behind."""
+    plain, llm = engine(**SMALL), engine(**SMALL | DRAFTS)
+    for its in (plain, llm):
+        its.engine._admission.guides._ends = frozenset()
+    for most in range(18, 30):
+        for more in ({}, {"stop": ["babababababababababa"]}):
+            params = SamplingParams(temperature=0, max_tokens=most, structured_outputs={"regex": "(ab){12}"}, **more)
+            found, expected = run(llm, [7, 8], params), run(plain, [7, 8], params)
+            assert told(found) == told(expected)
+            assert found[0].outputs[0].stop_reason == expected[0].outputs[0].stop_reason
+    assert llm.engine.stats.output_tokens == plain.engine.stats.output_tokens
+    assert llm.engine.stats.accepted_tokens > 100
+
+
+def test_a_sampler_with_one_mask_per_slot_has_no_drafts_of_guided_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DefaultSampler, "masks_drafts", False)
+    llm = engine(**SMALL | DRAFTS)
+    assert isinstance(llm.engine._admission.guides, Guides)
+    run(llm, [5], SamplingParams(temperature=0, max_tokens=60, structured_outputs={"regex": "(ab){20}"}))
+    assert llm.engine.stats.draft_tokens == 0
 
 
 def test_two_tokens_behind_a_whole_draft_are_read_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +381,10 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     drafts = ["scheduler.num_speculative_tokens=2", "scheduler.draft_model=demo"]
     said = refusal(overrides=[*drafts, "scheduler.prompt_lookup_min=1"])
     assert "prompt_lookup_min=1: nothing is looked up" in said
+    said = refusal(overrides=[*drafts, "scheduler.max_num_batched_tokens=2"])
+    assert (
+        "is not less than scheduler.max_num_batched_tokens=2: in a step each draft token takes the place of a" in said
+    )
     said = refusal(overrides=["scheduler.draft_model=demo"])
     assert "add scheduler.num_speculative_tokens=5" in said
 

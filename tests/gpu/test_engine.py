@@ -207,6 +207,30 @@ def test_guided_answers_fit_beside_others_that_say_what_they_say_alone(on_cpu: l
     assert said[0] == said[1] == said[2] == said[3]
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_drafts_change_no_guided_answer(eager: bool) -> None:
+    if not llguidance:
+        pytest.skip("needs llguidance")
+    person = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}}, "required": ["name"]}
+    people = {"type": "array", "minItems": 5, "maxItems": 6, "items": person | {"additionalProperties": False}}
+    asked = [{"json": people, "disable_any_whitespace": True}, {"regex": "([a-c]{3} ){9}"}, {"regex": "(one, ){9}two"}]
+    greedy = SamplingParams(temperature=0, max_tokens=90)
+    params = [greedy.clone(structured_outputs=one) for one in asked] + [greedy.clone(bad_words=["the", "a"])]
+    params += [params[0].clone(logprobs=2), params[1].clone(temperature=0.8, seed=1, n=3), greedy]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    said = []
+    for drafts in (None, {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 1}):
+        with LLM(
+            "demo", dtype="float32", device="cuda", enforce_eager=eager, max_num_seqs=40, speculative_config=drafts
+        ) as llm:
+            rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+            rounds += [[llm.generate(p, its, use_tqdm=False)[0] for p, its in zip(prompts, params, strict=True)]]
+            said += [[(one.text, one.finish_reason) for o in outputs for one in o.outputs] for outputs in rounds]
+            assert llm.engine.scheduler.blocks.num_free == llm.engine.num_blocks
+    assert said == [said[0]] * 6
+    assert llm.engine.stats.accepted_tokens > 200
+
+
 @pytest.mark.parametrize("pipeline", ["true", "false"])
 def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
     """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts, filters

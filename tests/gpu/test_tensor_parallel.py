@@ -44,7 +44,7 @@ def test_the_demo_says_the_same_on_several(tp: int, eager: bool, on_one: list[Re
 @pytest.mark.parametrize("tp", SIZES)
 def test_each_of_several_has_the_draft_model(tp: int, on_one: list[RequestOutput]) -> None:
     drafts = {"model": "demo", "num_speculative_tokens": 4}
-    with LLM("demo", attention="triton", tp=tp, max_num_seqs=16, speculative_config=drafts) as llm:
+    with LLM("demo", attention="triton", tp=tp, max_num_seqs=40, speculative_config=drafts) as llm:
         for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_one, strict=True):
             assert_close(ours, reference)
         stats = llm.engine.stats
