@@ -183,16 +183,19 @@ class Guides:
     def masks(self, batch: Batch, guided: Sequence[tuple[int, Guide]]) -> TokenMasks:
         """The allowed next tokens of these rows of the batch, whose guides have taken all tokens but a draft's; only
         where they have changed. Valid until the next call."""
-        of, slots, d, guides = [row for row, _ in guided], batch.slots, batch.num_decodes, list[Guide]()
+        guides: list[Guide] = []
         for row, guide in guided:
-            drafted = row > d and slots[row] == slots[row - 1]
-            guides.append(guides[-1].then(int(batch.token_ids[row - d])) if drafted else guide)
-        bits, rows = self.bits(guides), slots[of]
-        if (per := self._masks_per_slot) > 1:
-            rows = rows * per + (batch.num_computed[of] + batch.num_new[of]) % per
-        places = zip(rows.tolist(), batch.generations[of].tolist(), strict=True)
+            prompt_row = row - batch.num_decodes
+            if prompt_row > 0 and batch.slots[row] == batch.slots[row - 1]:  # of a draft
+                guide = guides[-1].then(int(batch.token_ids[prompt_row]))
+            guides.append(guide)
+        bits, rows = self.bits(guides), [row for row, _ in guided]
+        slots, per = batch.slots[rows], self._masks_per_slot
+        if per > 1:
+            slots = slots * per + (batch.num_computed[rows] + batch.num_new[rows]) % per
+        places = zip(slots.tolist(), batch.generations[rows].tolist(), strict=True)
         new = np.array([g.is_new(at, its) for at, g, its in zip(places, guides, bits, strict=True)], dtype=bool)
-        return TokenMasks(rows, bits) if new.all() else TokenMasks(rows[new], bits[new])
+        return TokenMasks(slots, bits) if new.all() else TokenMasks(slots[new], bits[new])
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: the allowed next tokens of each guide. Valid until the next call."""
