@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 
 def run(composed: Composed) -> int:
-    """Read lines and stream replies until the input ends."""
+    """Read lines and stream replies until the input ends. Returns 1 if a line from a pipe had no reply."""
     options = composed.options
     assert isinstance(options, ChatOptions)
     params = options.sampling_params()
@@ -33,7 +33,7 @@ def run(composed: Composed) -> int:
             how = f"attention {about['attention']}, {about['weights']}"
             print(f"{about['model']} on {about['device']}, {how}. {_HELP}")
         start: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
-        messages = list(start)
+        messages, failed = list(start), False
         for turn, line in enumerate(_lines(terminal)):
             if line == "/exit":
                 break
@@ -46,10 +46,11 @@ def run(composed: Composed) -> int:
                 try:
                     reply = _reply(llm, [*messages, asked], params, f"chat-{turn}")
                 except RequestError as e:
-                    print(f"minivllm: {e} (/clear starts over)", file=sys.stderr)
+                    failed = True
+                    print(f"minivllm: {e}{' (/clear starts over)' if messages != start else ''}", file=sys.stderr)
                 else:
                     messages += [asked, {"role": "assistant", "content": reply}]
-    return 0
+    return int(failed and not terminal)
 
 
 def _lines(terminal: bool) -> Iterator[str]:

@@ -99,7 +99,8 @@ def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
     """``prompt``: a clause that says which prompt it is and how many tokens it has."""
     return ContextLengthError(
         f"{prompt}, and max_model_len={max_model_len} leaves no room for an answer: this model's maximum context "
-        f"length is {max_model_len} tokens; shorten the prompt or raise max_model_len"
+        f"length is {max_model_len} tokens; shorten the prompt, or start with a larger max_model_len if the model has "
+        "more positions"
     )
 
 

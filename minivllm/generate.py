@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -74,6 +75,7 @@ def run(composed: Composed) -> int:
     to = options.output if composed.speaks or options.output is None else os.devnull
     if to not in (None, _STDOUT):
         check_writable(to, "output")
+        _check_kept(options)
     from minivllm.llm import LLM
 
     with LLM.from_config(composed.engine) as llm:
@@ -96,6 +98,15 @@ def run(composed: Composed) -> int:
     batch = min(len(outputs), composed.engine.scheduler.max_num_seqs)
     print(_summary(outputs, seconds, batch, about), file=sys.stderr if to == _STDOUT else sys.stdout)
     return 0
+
+
+def _check_kept(options: GenerateOptions) -> None:
+    """Raises ConfigError if the answers would replace the prompts."""
+    if options.prompts or options.prompts_file in (None, "-") or options.output is None:
+        return
+    written = Path(expanduser(options.output))
+    if written.is_file() and written.samefile(expanduser(options.prompts_file)):
+        raise ConfigError(f"output={options.output} is the prompts_file; name another file")
 
 
 def _adapters(asked: Sequence[Asked]) -> list[LoRARequest | None]:
@@ -137,19 +148,30 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
     if options.prompts_file is not None:
         path = Path(expanduser(options.prompts_file))
         text = read_text(options.prompts_file, "prompts_file")
-        return _found(parse_prompts(text, str(path), jsonl=path.suffix in (".jsonl", ".json")), str(path))
+        jsonl = path.suffix.lower() in (".jsonl", ".json") if path.suffix else None  # /dev/stdin, /dev/fd/63
+        return _found(parse_prompts(text, str(path), jsonl=jsonl), str(path))
     return parse_prompts(_piped(stdin), "standard input") or [Asked(text) for text in SAMPLES]
 
 
 def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
-    """One prompt per line, stripped; blank lines are skipped. JSONL (by default if every line looks like an object):
-    objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority`` and ``lora_path``, or plain strings.
-    An object's other keys are ignored unless they look like parameters; its ``model`` is for the caller to check."""
+    """One prompt per line, stripped; blank lines are skipped. JSONL (by default if a line is an object with a prompt,
+    or all are objects): objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority`` and
+    ``lora_path``, or plain strings. An object's other keys are ignored unless they look like parameters; its ``model``
+    is for the caller to check."""
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
-        jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
+        jsonl = _is_jsonl([line for _, line in lines])
     found = [(_json_prompt(line, f"{where}, line {n}") if jsonl else Asked(line), n) for n, line in lines]
     return [replace(asked, where=f"{where}, line {n}") for asked, n in found]
+
+
+def _is_jsonl(lines: Sequence[str]) -> bool:
+    objects = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            if line.startswith("{"):
+                objects.append(json.loads(line))
+    return 0 < len(objects) == len(lines) or any(key in its for its in objects for key in _PROMPT_KEYS)
 
 
 def _json_prompt(line: str, where: str) -> Asked:
@@ -167,7 +189,8 @@ def _json_prompt(line: str, where: str) -> Asked:
     if refused := [k for k in item if k not in _LINE_KEYS and (k in _OTHERS or _parameters_like(k))]:
         instead = _OTHERS.get(refused[0]) or f"type {_parameters_like(refused[0])[0]}=... once"
         raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; {instead}")
-    key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
+    there = [k for k in _PROMPT_KEYS if k in item]
+    key = next((k for k in there if item[k] is not None), there[0] if there else None)
     if key is None:
         only = f", only {', '.join(item)}" if item else ""
         raise ConfigError(f"{where} has neither prompt nor prompt_token_ids{only}")
@@ -181,9 +204,8 @@ def _json_prompt(line: str, where: str) -> Asked:
         return Asked(value, priority, path, item.get("model"))
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
         return Asked(value, priority, path, item.get("model"))
-    raise ConfigError(
-        f"{where}: {key}={shown(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}"
-    )
+    what = "null" if value is None else shown(value)
+    raise ConfigError(f"{where}: {key}={what} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
 
 
 def _parameters_like(key: str) -> list[str]:

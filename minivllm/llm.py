@@ -339,6 +339,7 @@ class LLM:
                 if outputs and left:
                     left = add(left)
                 if not outputs and not self.engine.has_unfinished_requests():
+                    self.engine.check_health()
                     raise RequestError(f"{len(ids) - len(done)} of {len(ids)} requests were aborted from elsewhere")
                 for output in outputs:
                     if output.request_id not in places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from minivllm.core.model_config import FrozenDict
+from minivllm.core.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +114,4 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     draft_model: ModelOptions | None = None
+    max_logprobs: int = MAX_LOGPROBS

@@ -47,6 +47,10 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
         except (HydraException, OmegaConfBaseException) as e:
             if absent := re.search(r"Could not override '(model\.hf_config\.[^']+)'", str(e)):
                 what = final.get("model", "model=demo")
+                if what == "model=demo":  # it has no published shape
+                    raise ConfigError(
+                        f"{absent[1]}: the shape of {what} is its own; choose another model, such as model=qwen3"
+                    ) from e
                 raise ConfigError(
                     f"{absent[1]}: the shape of {what} has no such key; to add one type +{absent[1]}=..."
                 ) from e

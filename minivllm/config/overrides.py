@@ -193,7 +193,10 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
             raise OmegaConfBaseException  # … and 2 as true
         OmegaConf.update(node, key.name, value, merge=False)
     except OmegaConfBaseException as e:
-        raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e
+        instead = (
+            f"; type {key.name}=[{override.value}]" if key.type.startswith("a list") and type(value) is int else ""
+        )
+        raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}{instead}") from e
 
 
 @cache

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from minivllm.config.keys import key
+from minivllm.core.sampling_params import MAX_LOGPROBS
 
 
 class Device(Enum):
@@ -210,6 +211,9 @@ class EngineSchema:
         1, "with enable_lora: adapters that unfinished requests may have at once, each with a place on the GPU", ge=1
     )
     max_lora_rank: int = key(16, "with enable_lora: the highest rank of an adapter", ge=1, le=512)
+    max_logprobs: int = key(
+        MAX_LOGPROBS, "most log-probabilities of a position that a request may ask for", ge=0, le=MAX_LOGPROBS
+    )
     mode: str = key("generate", "what to do")
 
 
@@ -252,7 +256,8 @@ class GenerateSchema(SamplingSchema):
     prompts_file: str | None = key(
         None,
         "a file of prompts, one per line; .jsonl: strings, or objects with prompt or prompt_token_ids, and optionally "
-        "priority and, with enable_lora, lora_path; -: standard input",
+        "priority and, with enable_lora, lora_path; -: standard input, which is read as .jsonl if a line is such an "
+        "object",
         text=True,
     )
     output: str | None = key(

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from minivllm.core.sampling_params import MAX_LOGPROBS
 from minivllm.errors import ConfigError, shown
 from minivllm.naming import did_you_mean, listing
 
@@ -43,6 +42,7 @@ SAME_NAMES = (
     "enable_lora",
     "max_loras",
     "max_lora_rank",
+    "max_logprobs",
 )
 
 # Values of attention_backend; case does not matter. Others, such as XFORMERS and those for MLA, have no equivalent.
@@ -117,7 +117,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "master_addr": ((str,), "not supported; type executor=torchrun"),  # unused on one node
     "master_port": ((int,), "not supported; type executor=torchrun"),
     "max_context_len_to_capture": ((int,), "it is a whole number"),
-    "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
     "max_num_queued_reqs": ((), "it is a key of mode serve: `minivllm serve max_waiting=N`"),
     "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths
     "mm_encoder_fp8_scale_save_margin": ((int, float), _MULTIMODAL),

@@ -190,6 +190,12 @@ class Admission:
             if tokens and not self.sampler_class.takes_biases:
                 raise RequestError(f"sampler={self.config.sampler.name} does not support {name}; leave it out")
             self._check_vocabulary(name, tokens or ())
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > (most := self.config.max_logprobs):
+                raise RequestError(
+                    f"{name}={getattr(params, name)} is more than max_logprobs={most}, the most that this engine "
+                    "returns; ask for fewer"
+                )
         if params.logprobs is not None and not finds_logprobs(self.sampler_class):
             raise RequestError(f"sampler={self.config.sampler.name} returns no logprobs; leave it out")
         name = "bad_words" if params.structured_outputs is None else "structured_outputs"

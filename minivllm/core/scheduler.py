@@ -123,7 +123,8 @@ class SlotScheduler(Scheduler):
             raise ContextLengthError(
                 f"max_tokens={seq.max_len - seq.prompt_len} with a {seq.prompt_len}-token prompt exceeds "
                 f"max_model_len={self.max_model_len}: this model's maximum context length is {self.max_model_len} "
-                "tokens; shorten the prompt, lower max_tokens or raise max_model_len"
+                "tokens; shorten the prompt, lower max_tokens, or start with a larger max_model_len if the model "
+                "has more positions"
             )
         if seq.max_len - 1 > capacity:  # the last token is never written to the cache
             raise RequestError(

@@ -98,6 +98,8 @@ class StructuredOutputsParams:
         if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
             what = list(choice) if isinstance(choice, tuple) else choice
             how = """quote numbers: ["1","2"], on a command line structured_outputs.choice='["1","2"]'"""
+            if isinstance(choice, str):
+                how = f"type {shown([choice])}, on a command line structured_outputs.choice=[{choice}]"
             raise _wrong("choice", what, f"is not a list of texts, each of one character or more; {how}")
 
         if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):

@@ -52,6 +52,13 @@ def test_lines_and_jsonl() -> None:
     assert parse_prompts(text, "x") == asked("a", [1, 0], [2])
     assert parse_prompts('"quoted"\n{"prompt": "b"}', "x", jsonl=True) == asked("quoted", "b")
     assert parse_prompts('"quoted"', "x") == asked('"quoted"')
+    assert parse_prompts('"quoted"\n{"prompt": "b"}', "x") == asked("quoted", "b"), "an object with a prompt is JSONL"
+    for text in ("{name} likes {food}", '{"a": 1}\nplain', "{" * 100_000):
+        assert parse_prompts(text, "x") == asked(*text.split("\n"))
+    with pytest.raises(ConfigError, match="x, line 2 is not JSON"):
+        parse_prompts('{"prompt": "a"}\n{"prompt": "b",}', "x")
+    with pytest.raises(ConfigError, match="x, line 1 has neither prompt"):
+        parse_prompts('{"text": "a"}', "x")
     text = '{"prompt": "a", "priority": -3}\n{"prompt_token_ids": [1], "priority": 0}'
     assert parse_prompts(text, "x") == [Asked("a", -3), Asked([1], 0)]
     text = '{"prompt": "a", "lora_path": "DIR"}\n{"prompt_token_ids": [1], "lora_path": null}'
@@ -76,6 +83,8 @@ def test_lines_and_jsonl() -> None:
         ("[", "x, line 2 is not JSON: .*; each line is one prompt"),
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
         ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
+        ('{"prompt": null}', "x, line 2: prompt=null is not a string"),
+        ('{"prompt": null, "prompt_token_ids": null}', "x, line 2: prompt_token_ids=null is not a list of token ids"),
         ('{"prompt": "a", "stopp": "b"}', "x, line 2 has stopp, which a prompts file cannot set; type stop="),
         ('{"prompt": "a", "lora_paht": "b"}', "x, line 2 has lora_paht; did you mean lora_path?"),
         ('{"promptt": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only promptt"),
@@ -111,6 +120,27 @@ def test_lines_and_jsonl() -> None:
 def test_a_bad_line_is_named(line: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse_prompts('{"prompt": "fine"}\n' + line, "x", jsonl=True)
+
+
+def test_a_file_without_a_suffix_is_read_as_a_pipe_is(tmp_path: Path) -> None:
+    text = '"a"\n{"prompt": "b"}\n'
+    for name, expected in {"in": ["a", "b"], "in.JSONL": ["a", "b"], "in.txt": text.split()[:1]}.items():
+        (tmp_path / name).write_text(text)
+        found = read_prompts(GenerateOptions(prompts_file=str(tmp_path / name)), None)
+        assert [one.prompt for one in found][: len(expected)] == expected
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_answers_do_not_replace_the_prompts(
+    tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('"a"\n')
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    for output in ("in.jsonl", "link.jsonl"):
+        typed = [f"prompts_file={tmp_path / 'in.jsonl'}", f"output={tmp_path / output}"]
+        assert cli.main([*small, *typed]) == 2
+        assert "is the prompts_file; name another file" in capsys.readouterr().err
+    assert (tmp_path / "in.jsonl").read_text() == '"a"\n'
 
 
 def test_typed_prompts_come_before_a_pipe(tmp_path: Path) -> None:
@@ -426,7 +456,7 @@ def test_chat_answers_each_line_and_remembers(
     monkeypatch.setattr(
         "sys.stdin", io.StringIO("hi\n\nand you\n/help\n/clear\nagain\n" + "long " * 2000 + "\n/exit\nno\n")
     )
-    assert cli.main(["chat", *small, "system=Be kind", "max_tokens=4", "temperature=0"]) == 0
+    assert cli.main(["chat", *small, "system=Be kind", "max_tokens=4", "temperature=0"]) == 1, "a line had no reply"
     assert [[role for role, _ in turn] for turn in seen[:3]] == [
         ["system", "user"],
         ["system", "user", "assistant", "user"],

@@ -245,6 +245,9 @@ def test_a_checkpoint_is_named_once(registry: Registry) -> None:
         ("max_model_len=long", ["a whole number or null"]),
         ("temperature=hot", ["a number"]),
         ("stop_token_ids=[a]", ["a list of whole numbers"]),
+        ("stop_token_ids=5", ["a list of whole numbers", "type stop_token_ids=[5]"]),
+        ("scheduler.prompt_lookup_max=9", ["nothing is looked up with scheduler.num_speculative_tokens=0"]),
+        ("model.hf_config.num_hidden_layers=2", ["the shape of model=demo is its own"]),
         ("cache.num_blocks={a: 1}", ["a whole number or null"]),
         ("tp=0", ["tp=0", "the least is 1"]),
         ("cache.block_size=0", ["cache.block_size=0", "the least is 1"]),
@@ -260,7 +263,6 @@ def test_a_checkpoint_is_named_once(registry: Registry) -> None:
         ("attention.options.x=1", ["attention=auto takes no options; type attention=NAME"]),
         ("scheduler.options.x=1", ["scheduler.options.x", "mixed has no such option"]),
         ("sampler.options=3", ["sampler.options is a mapping"]),
-        ("model.hf_config.hidden_sze=1", ["model=demo has no such key"]),
         ("+model.hf_config.hidden_size=1", ["its config.json", "add load_format=dummy"]),
         ("scheduler.max_num_seqs=65537", ["too large", "the most is 65536"]),
         ("prompts=[null]", ["prompts[0]=null", """prompts='["null"]'"""]),
@@ -284,6 +286,13 @@ def test_refusals_name_the_value_and_the_way_out(registry: Registry, typed: str,
         assert part in message
     for noise in ("full_key", "object_type", "HYDRA_FULL_ERROR", "hydra.cc", "\n"):
         assert noise not in message
+
+
+def test_a_shape_has_no_other_keys_than_its_own(registry: Registry) -> None:
+    with pytest.raises(
+        ConfigError, match="^model.hf_config.hidden_sze: the shape of model=qwen3 has no such key; to add"
+    ):
+        compose(["model=qwen3", "load_format=dummy", "model.hf_config.hidden_sze=1"], registry)
 
 
 def test_of_torchruns_processes_the_first_speaks(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,7 +677,7 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"attention": "flash", "attention_backend": "TORCH_SDPA"}, "contradicts attention='flash'"),
         ({"quantization": "awq"}, 'quantization="awq": quantization is one of none, fp8, not "awq"'),
         ({"max_model_length": 5}, r"Did you mean max_model_len\? overrides=\['KEY=VALUE'\] sets any key; .*--help"),
-        ({"max_logprobs": 21}, "max_logprobs=21: 20 are the most. Allowed: 0 to 20"),
+        ({"max_logprobs": 21}, "max_logprobs=21 is too large: the most is 20"),
         ({"served_model_name": "x"}, "it is a key of mode serve"),
         ({"compilation_config": {"cudagraph_mode": "FULL"}}, r"type enforce_eager or .*Allowed: \{\}, a whole number"),
         ({"guided_decoding_backend": "outlines"}, "give StructuredOutputsParams. Allowed: 'auto', 'guidance'"),

@@ -579,7 +579,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": False}, "regex=False is not text"),
     ({"regex": "\ud800"}, "regex='\\ud800' is not text"),
     ({"choice": []}, "choice=[] is not a list of texts"),
-    ({"choice": "abc"}, "choice='abc' is not a list of texts"),
+    ({"choice": "abc"}, "type ['abc'], on a command line structured_outputs.choice=[abc]"),
     (
         {"choice": (1, 2)},
         """choice=[1, 2] is not a list of texts, each of one character or more; quote numbers: ["1","2"], """,

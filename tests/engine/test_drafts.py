@@ -381,6 +381,7 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     drafts = ["scheduler.num_speculative_tokens=2", "scheduler.draft_model=demo"]
     said = refusal(overrides=[*drafts, "scheduler.prompt_lookup_min=1"])
     assert "prompt_lookup_min=1: nothing is looked up" in said
+    assert "nothing is looked up" in refusal(overrides=[*drafts, "scheduler.prompt_lookup_max=2"])
     said = refusal(overrides=[*drafts, "scheduler.max_num_batched_tokens=2"])
     assert (
         "is not less than scheduler.max_num_batched_tokens=2: in a step each draft token takes the place of a" in said

@@ -831,7 +831,7 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     # prompt, parameters, and what the message must say: value, limit, way out
     ("", {}, ["the prompt is empty", "at least one token"]),
     ([[]], {}, ["the prompt is empty", "at least one token"]),
-    ([5] * 128, {"max_tokens": 1}, ["128 tokens", "max_model_len=128", "shorten the prompt", "raise max_model_len"]),
+    ([5] * 128, {"max_tokens": 1}, ["128 tokens", "max_model_len=128", "shorten the prompt", "a larger max_model_len"]),
     ([5] * 500, {}, ["500 tokens", "max_model_len=128", "shorten the prompt"]),
     ([5] * 120, {"max_tokens": 9}, ["max_tokens=9", "120-token prompt", "max_model_len=128", "lower max_tokens"]),
     ([5] * 60, {"max_tokens": 30}, ["60-token prompt", "max_tokens=30", "needs 23 cache blocks", "has 20",
@@ -1394,6 +1394,31 @@ def test_a_request_aborted_from_elsewhere_ends_generate_with_an_error(engine: En
     with pytest.raises(RequestError, match="2 of 2 requests were aborted from elsewhere"):
         run(llm, [[1, 2], [3]])
     llm.engine.step = step  # type: ignore[method-assign]
+    usable(llm)
+
+
+def test_an_engine_shut_down_from_elsewhere_ends_generate_with_its_own_error(engine: Engine) -> None:
+    """At any place: the step may end before, and then nothing is left to wait for."""
+    llm = engine(**SMALL)
+    step = llm.engine.step
+
+    def ending() -> list[RequestOutput]:
+        step()
+        llm.shutdown()
+        return []
+
+    llm.engine.step = ending  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match="the engine was shut down; make a new one"):
+        run(llm, [[1, 2], [3]])
+
+
+def test_max_logprobs_is_the_most_that_a_request_may_ask_for(engine: Engine) -> None:
+    llm = engine(**SMALL, max_logprobs=2)
+    asked = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=1)
+    assert all(len(at) >= 2 for at in run(llm, [1, 2], asked)[0].outputs[0].logprobs or [])
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(RequestError, match=f"^{name}=3 is more than max_logprobs=2, .*; ask for fewer"):
+            run(llm, [1, 2], asked.clone(**{name: 3}))
     usable(llm)
 
 
