@@ -116,7 +116,12 @@ class SchedulerSchema:
         "draft_model, and verified at once; 0: none",
         ge=0,
     )
-    prompt_lookup_max: int = key(5, "how many last tokens are looked up for a draft, if so many occurred before", ge=1)
+    prompt_lookup_max: int = key(
+        5,
+        "how many last tokens are looked up for a draft, if so many occurred before; with draft_model only of requests "
+        "with structured_outputs or bad_words",
+        ge=1,
+    )
     prompt_lookup_min: int = key(3, "how many must have occurred before", ge=1)
     draft_model: str | None = key(
         None,

@@ -47,13 +47,12 @@ def check_scheduler(scheduler: Any) -> None:
             f"scheduler.max_long_partial_prefills={scheduler.max_long_partial_prefills} is more than "
             f"scheduler.max_num_partial_prefills={scheduler.max_num_partial_prefills}; long ones count there, too"
         )
-    nothing = None if scheduler.num_speculative_tokens else "scheduler.num_speculative_tokens=0; set it, or"
-    if scheduler.draft_model is not None:
-        nothing = f"scheduler.draft_model={scheduler.draft_model}; leave that out, or"
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
-        if nothing is not None and getattr(scheduler, name) != getattr(EngineConfig().scheduler, name):
+        usual = getattr(EngineConfig().scheduler, name)
+        if not scheduler.num_speculative_tokens and getattr(scheduler, name) != usual:
             raise ConfigError(
-                f"scheduler.{name}={getattr(scheduler, name)}: nothing is looked up with {nothing} leave this out"
+                f"scheduler.{name}={getattr(scheduler, name)}: nothing is looked up with "
+                "scheduler.num_speculative_tokens=0; add scheduler.num_speculative_tokens=5, or leave this out"
             )
     if scheduler.prompt_lookup_min > scheduler.prompt_lookup_max:
         raise ConfigError(

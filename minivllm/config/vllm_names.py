@@ -300,8 +300,6 @@ def speculative_keys(config: Any) -> dict[str, Any]:
     if len(lengths) == 1:  # as in vLLM, both
         given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), lengths[0])
     if model is not None:
-        if lengths:
-            raise ConfigError("speculative_config: prompt_lookup_max and prompt_lookup_min are for method=ngram")
         given["draft_model"] = os.fspath(model)
     return {f"scheduler.{name}": value for name, value in given.items()}
 
@@ -314,10 +312,10 @@ def lora_hint(name: str) -> str:
 def _is_of(value: Any, neutral: Any) -> bool:
     if isinstance(neutral, type):
         return isinstance(value, neutral)
-    return value in neutral if isinstance(neutral, range) else bool(value == neutral)
+    return bool(value == neutral)
 
 
 def _shown(neutral: Any) -> str:
     if isinstance(neutral, type):
         return _CALLED[neutral]
-    return f"{neutral.start} to {neutral.stop - 1}" if isinstance(neutral, range) else repr(neutral)
+    return repr(neutral)

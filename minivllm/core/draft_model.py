@@ -29,7 +29,8 @@ ASKS = 3  # ``Speculation.state``: for a draft, which ``ask`` asks for with the 
 
 
 class DraftModelSpeculation(Speculation):
-    """Asks the draft model where ``Speculation`` looks tokens up."""
+    """Asks the draft model where ``Speculation`` looks tokens up. For guided sequences it looks them up, too, as the
+    draft model does not see their masks."""
 
     def __init__(self, options: SchedulerOptions, blocks: BlockManager) -> None:
         super().__init__(options)
@@ -38,26 +39,32 @@ class DraftModelSpeculation(Speculation):
         self._most_running = min(MOST_RUNNING, rows // (1 + self.most))
         self.drafts_now = False  # a step of the draft model is in flight; there is one at a time
         self._blocks = blocks
+        self._looks_up = np.zeros(options.max_num_seqs, dtype=bool)
         self._whole: dict[int, bytes] = {}  # blocks that it has seen all of: the hash of what is in them
         self._seen = np.zeros(options.max_num_seqs, dtype=np.int32)  # tokens that the draft model has in its cache
         self._ends = np.zeros(options.max_num_seqs, dtype=np.int32)  # with so many tokens there is no room for a draft
 
     def start(self, slot: int, seq: Sequence, computed: int) -> None:
         super().start(slot, seq, computed)
+        self._looks_up[slot] = seq.guide is not None
         size, seen = self._blocks.block_size, 0
         shared = self._blocks.tables[slot, : computed // size].tolist()
         while seen < len(shared) and self._whole.get(shared[seen]) == seq.block_hashes[seen]:
             seen += 1
         self._seen[slot], self._ends[slot] = seen * size, seq.max_len - self.most
 
-    def worth(self, num_running: int) -> float:
+    def worth(self, slot: int, num_running: int) -> float:
         """With Qwen3-0.6B as the draft model, each of whose tokens takes a step."""
+        if self._looks_up[slot]:
+            return super().worth(slot, num_running)
         return 0.2 + self.most * (0.1 + num_running / 100)
 
     def look(
         self, slots: np.ndarray, num_running: int, tokens: np.ndarray, committed: np.ndarray, computed: np.ndarray
     ) -> None:
-        slots = slots[self._may[slots]]
+        looks_up = self._looks_up[slots]
+        super().look(slots[looks_up], num_running, tokens, committed, computed)
+        slots = slots[self._may[slots] & ~looks_up]
         lengths = committed[slots]
         self._seen[slots] = np.minimum(self._seen[slots], lengths - 1)  # it has drafts there that were rejected
         asks = (lengths >= self._from[slots]) & (lengths < self._ends[slots]) & (num_running <= self._most_running)

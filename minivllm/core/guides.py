@@ -38,8 +38,7 @@ _THREADS = 12  # that compute masks, at most: for 256 sequences 12 take 0.8 ms, 
 
 def masks_per_slot(sampler_class: type[Sampler], options: SchedulerOptions) -> int:
     """``Sampler.masks_per_slot``: one for each token that a step may sample for a guided sequence."""
-    drafts = sampler_class.masks_drafts and options.draft_model is None  # which sees no masks
-    return 1 + options.num_speculative_tokens if drafts else 1
+    return 1 + options.num_speculative_tokens if sampler_class.masks_drafts else 1
 
 
 class BadWords:

@@ -150,14 +150,15 @@ class Speculation:
             self.state[slot] = WAITS
             self._behind.add(slot)
 
-    def worth(self, num_running: int) -> float:
-        """How many tokens of a draft must be accepted for it to pay off, on average: in steps of Qwen3-14B, H200."""
+    def worth(self, slot: int, num_running: int) -> float:
+        """How many tokens of this slot's drafts must be accepted for them to pay off, on average: in steps of
+        Qwen3-14B, H200."""
         return min(0.2 + num_running / 32, self.most / 4)
 
     def settled(self, slot: int, accepted: int, length: int, num_running: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        least = self.worth(num_running)
+        least = self.worth(slot, num_running)
         self._from[slot] = length
         if self._accepted[slot] < least:
             self._from[slot] += PAUSE

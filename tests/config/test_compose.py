@@ -290,7 +290,7 @@ def test_refusals_name_the_value_and_the_way_out(registry: Registry, typed: str,
 
 def test_a_shape_has_no_other_keys_than_its_own(registry: Registry) -> None:
     with pytest.raises(
-        ConfigError, match="^model.hf_config.hidden_sze: the shape of model=qwen3 has no such key; to add"
+        ConfigError, match=r"^model\.hf_config\.hidden_sze: the shape of model=qwen3 has no such key; to add"
     ):
         compose(["model=qwen3", "load_format=dummy", "model.hf_config.hidden_sze=1"], registry)
 

@@ -189,6 +189,25 @@ def test_guided_requests_get_the_tokens_that_they_get_without(
     assert any(c.finish_reason == "stop" for o in found[1] for c in o.outputs)
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_beside_a_draft_model_guided_requests_are_looked_up_for(
+    engine: Engine, tiny_checkpoint: Checkpoints, right: bool
+) -> None:
+    prompts, params = guided_requests()
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts, params = prompts[:7] + [[9, 8, 7]] * 2, params[:7] + [free] * 2
+    expected = run(engine(**SMALL | {"cache.num_blocks": 300}), prompts, params)
+    draft = tiny_checkpoint("qwen3") if right else tiny_checkpoint("llama", seed=5)
+    llm = engine(**SMALL | DRAFTS | {"cache.num_blocks": 300, "scheduler.draft_model": draft})
+    assert told(run(llm, prompts, params)) == told(expected)
+    before = replace(llm.engine.stats)
+    assert told(run(llm, prompts[:7], params[:7])) == told(expected[:7])
+    stats = llm.engine.stats
+    looked_up = stats.draft_tokens - before.draft_tokens
+    assert stats.accepted_tokens - before.accepted_tokens > 0.5 * looked_up > 20
+    usable(llm)
+
+
 def test_what_ends_twice_in_a_step_ends_where_it_does_without_drafts(engine: Engine) -> None:
     """A grammar that nothing can follow, or a stop string, and ``max_tokens`` right behind."""
     plain, llm = engine(**SMALL), engine(**SMALL | DRAFTS)
@@ -332,6 +351,7 @@ def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
     assert options(None) == (0, 5, 3)
     same = str(tiny_checkpoint("qwen3"))
     assert options({"model": same, "num_speculative_tokens": 2, "draft_tensor_parallel_size": 1}) == (2, 5, 3)
+    assert options({"model": same, "num_speculative_tokens": 2, "prompt_lookup_max": 4}) == (2, 4, 4)
 
 
 @pytest.mark.parametrize(("config", "message"), [
@@ -340,7 +360,6 @@ def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
     ({"model": "x"}, "lacks num_speculative_tokens"),
     ({"method": "draft_model", "num_speculative_tokens": 2}, "method=draft_model lacks model, a smaller one"),
     ({"method": "ngram", "model": "demo", "num_speculative_tokens": 2}, "method=ngram has model='demo', which it does"),
-    ({"model": "demo", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "prompt_lookup_max .* for method=ngram"),
     ({"model": "dmeo", "num_speculative_tokens": 2}, "scheduler.draft_model=dmeo: .*Did you mean demo"),
     ({"model": "checkpoint", "num_speculative_tokens": 2}, "draft_model=checkpoint: there is no such model"),
     ({"model": "demo", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}, "each GPU has all .* Allowed: 1"),
@@ -379,9 +398,6 @@ def test_a_draft_model_must_fit(tiny_checkpoint: Checkpoints) -> None:
     said = refusal(speculative_config={"model": str(short), "num_speculative_tokens": 2})
     assert "64 positions" in said and said.endswith("type max_model_len=64")
     drafts = ["scheduler.num_speculative_tokens=2", "scheduler.draft_model=demo"]
-    said = refusal(overrides=[*drafts, "scheduler.prompt_lookup_min=1"])
-    assert "prompt_lookup_min=1: nothing is looked up" in said
-    assert "nothing is looked up" in refusal(overrides=[*drafts, "scheduler.prompt_lookup_max=2"])
     said = refusal(overrides=[*drafts, "scheduler.max_num_batched_tokens=2"])
     assert (
         "is not less than scheduler.max_num_batched_tokens=2: in a step each draft token takes the place of a" in said
