@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
@@ -32,6 +31,7 @@ SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _STDOUT = "-"
 _PATIENCE = 10.0  # seconds to wait for a silent pipe on standard input before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
+_PROMPT_OBJECT = re.compile(r"""\{.*["'](prompt|prompt_token_ids)["']\s*:""")
 _OPTIONAL_KEYS = ("priority", "lora_path")
 _LINE_KEYS = (*_PROMPT_KEYS, *_OPTIONAL_KEYS)
 _LINE_IS = "one prompt: a string in quotes, or an object with prompt or prompt_token_ids"
@@ -166,12 +166,15 @@ def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[A
 
 
 def _is_jsonl(lines: Sequence[str]) -> bool:
-    objects = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            if line.startswith("{"):
-                objects.append(json.loads(line))
-    return 0 < len(objects) == len(lines) or any(key in its for its in objects for key in _PROMPT_KEYS)
+    """Also if such an object is no valid JSON, so that it is named."""
+    return any(map(_PROMPT_OBJECT.match, lines)) or (bool(lines) and all(map(_is_object, lines)))
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _json_prompt(line: str, where: str) -> Asked:

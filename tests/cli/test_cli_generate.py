@@ -55,8 +55,9 @@ def test_lines_and_jsonl() -> None:
     assert parse_prompts('"quoted"\n{"prompt": "b"}', "x") == asked("quoted", "b"), "an object with a prompt is JSONL"
     for text in ("{name} likes {food}", '{"a": 1}\nplain', "{" * 100_000):
         assert parse_prompts(text, "x") == asked(*text.split("\n"))
-    with pytest.raises(ConfigError, match="x, line 2 is not JSON"):
-        parse_prompts('{"prompt": "a"}\n{"prompt": "b",}', "x")
+    for wrong in ('{"prompt": "b",}', "{'prompt': 'b'}", '{"prompt_token_ids": [1,]}'):
+        with pytest.raises(ConfigError, match="x, line 2 is not JSON"):
+            parse_prompts(f'"a"\n{wrong}', "x")
     with pytest.raises(ConfigError, match="x, line 1 has neither prompt"):
         parse_prompts('{"text": "a"}', "x")
     text = '{"prompt": "a", "priority": -3}\n{"prompt_token_ids": [1], "priority": 0}'
