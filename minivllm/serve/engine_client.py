@@ -129,6 +129,11 @@ class EngineClient(ABC):
         """As ``LLMEngine.wake_up``. Raises as it does."""
         await self._ask(WakeUp, checked_tags(tags))
 
+    @property
+    def sleeps_on(self) -> bool:
+        """Whether the engine sleeps and nobody has asked for anything that may wake it."""
+        return self.is_sleeping and not self._changes
+
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As ``LLMEngine.add_lora``, between two steps. Raises as it does."""
         return bool(await self._ask(AddLora, lora_request))

@@ -98,8 +98,9 @@ class RemoteEngine(EngineClient):
 
 
 class HttpServer(uvicorn.Server):
-    """Shuts down in three steps: it stops accepting requests; after ``timeout`` seconds, or on a second Ctrl-C, running
-    requests end with an error; and clients that do not read that are disconnected."""
+    """Shuts down in three steps: it stops accepting requests; after ``timeout`` seconds, or on a second Ctrl-C, or at
+    once if the engine sleeps, as nobody can wake it any more, running requests end with an error; and clients that do
+    not read that are disconnected."""
 
     def __init__(
         self, config: uvicorn.Config, engine: EngineClient, timeout: float, started: Callable[[], None]
@@ -116,7 +117,7 @@ class HttpServer(uvicorn.Server):
         self._started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = self._loop.call_later(self._timeout, self._end_all)
+        timer = self._loop.call_later(0 if self._engine.sleeps_on else self._timeout, self._end_all)
         await super().shutdown(sockets)
         timer.cancel()
 
@@ -154,6 +155,8 @@ class HttpServer(uvicorn.Server):
         if running:
             them = f"{running} running request{'s' if running > 1 else ''}"
             said = f"waiting up to {self._timeout:g} s for {them}; press Ctrl-C again to stop now"
+            if self._engine.sleeps_on:
+                said = f"ending {them}, as the engine sleeps"
             print(f"\nminivllm: {said}", file=sys.stderr)
         super().handle_exit(signal.SIGINT if sig == CTRL_C else sig, frame)
 

@@ -201,6 +201,24 @@ def test_sigterm_ends_what_takes_too_long(
     assert "waiting up to 0.3 s for 1 running request" in err and "Traceback" not in err
 
 
+def test_sigterm_ends_what_waits_for_an_engine_that_sleeps(
+    tiny_checkpoint: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    answers: list[httpx.Response] = []
+
+    def ask(url: str) -> None:
+        assert httpx.post(url + "/sleep", timeout=60).status_code == 200
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        answers.append(httpx.post(url + "/v1/completions", json=LONG | {"stream": False}, timeout=60))
+
+    began = time.monotonic()
+    typed = (f"model.path={tiny_checkpoint('qwen3')}", "enable_sleep_mode=true", "shutdown_timeout=600")
+    assert serve_and(ask, *typed) == 0
+    assert time.monotonic() - began < 60
+    assert answers[0].status_code == 503 and "the server is shutting down" in answers[0].text
+    assert "ending 1 running request, as the engine sleeps" in capfd.readouterr().err
+
+
 def test_a_dead_engine_ends_the_process_with_an_error(
     tiny_checkpoint: Callable[..., Path], fake_plugin: FakePlugin, capsys: pytest.CaptureFixture[str]
 ) -> None:
