@@ -33,6 +33,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--planted", action="store_true", help="plant every mistake into the emulated kernels, not one each"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that plant mistakes, to see that a kernel's tests notice, the first of each unless all are asked for:
+    they take four minutes, and change with kernels and their tests only."""
+    planted: set[str] = set()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("planted") is not None and not config.getoption("planted"):
+            if name in planted:
+                item.add_marker(pytest.mark.skip(reason="only with --planted"))
+            planted.add(name)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test has random numbers of its own, the same in every run and in any order: a failure can be repeated."""
     seed = zlib.crc32(item.nodeid.encode())

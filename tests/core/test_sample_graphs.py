@@ -120,7 +120,8 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
         return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0]))
 
     model = "demo" if drafts else folder  # the demo says what it said before, which drafts take
-    with small_steps(model, 300, slots, num_speculative_tokens=drafts, prompt_lookup_min=1) as llm:
+    lookup = {"prompt_lookup_min": 1} if drafts else {}
+    with small_steps(model, 300, slots, num_speculative_tokens=drafts, **lookup) as llm:
         runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         prompts = [[7 + i] * n for i, n in enumerate((5, 40, 30, 100, 3, 260, 60, 7, 9))]
         params = [SamplingParams(temperature=0.7, seed=i, max_tokens=2 + i, ignore_eos=True) for i in range(9)]

@@ -13,7 +13,7 @@ from minivllm.testing import SchedulerConformance
 class TestMixed(SchedulerConformance):
     scheduler = "mixed"
     world = World
-    examples = int(os.environ.get("MINIVLLM_EXAMPLES", "1400")) // 2
+    examples = int(os.environ.get("MINIVLLM_EXAMPLES", "1000")) // 2
 
 
 class TestPrefillFirst(TestMixed):

@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "0 to 20", "top_logprobs"),
     (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "one thing", "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens=0 is less than 1 (null goes", "max_completion_tokens"),
-    (CHAT, {"max_completion_tokens": 9999}, "lower max_completion_tokens or raise", "max_completion_tokens"),
+    (CHAT, {"max_completion_tokens": 9999}, "lower max_completion_tokens, or start", "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 2, "min_tokens": 3}, "is more than max_completion_tokens=2", "min_tokens"),
     (CHAT, {"messages": [USER | {"content": "a" * 1024}]}, "leaves no room", "messages"),
     (CHAT, {"messages": []}, "at least one", "messages"),

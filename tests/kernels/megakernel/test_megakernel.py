@@ -499,6 +499,7 @@ CACHE_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", CACHE_MISTAKES)
+@pytest.mark.planted
 def test_the_emulator_notices_those_of_a_cache_in_float8(emulated, agrees, mistake):
     torch.manual_seed(0)
     step = Step(SMALL, 2, [40, 300], "cpu").with_float8_cache()
@@ -520,6 +521,7 @@ FLOAT8_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
+@pytest.mark.planted
 def test_the_emulator_notices_those_of_float8(emulated, close, mistake):
     torch.manual_seed(0)
     step = Step(SMALL, 2, [40, 300], "cpu").in_float8()
@@ -546,6 +548,7 @@ PACKED_MISTAKES = {
 
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("mistake", PACKED_MISTAKES)
+@pytest.mark.planted
 def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypatch, mistake, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: 32)
     torch.manual_seed(0)
@@ -610,6 +613,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.planted
 def test_the_emulator_notices(emulated, close, mistake):
     old, new, error = MISTAKES[mistake]
     torch.manual_seed(0)
@@ -691,6 +695,7 @@ def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ran
     assert all(torch.equal(got, other) for other in again), "in whatever order, with the words of the launch before"
 
 
+@pytest.mark.planted
 def test_one_buffer_of_words_would_not_do(emulated, close, monkeypatch):
     torch.manual_seed(0)
     shape, ranks, lengths = OF_RANKS[0]
