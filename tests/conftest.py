@@ -34,20 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--planted", action="store_true", help="plant every mistake into the emulated kernels, not one each"
-    )
+    parser.addoption("--thorough", action="store_true", help="also tests marked slow, and every planted mistake")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that plant mistakes, to see that a kernel's tests notice, the first of each unless all are asked for:
-    they take four minutes, and change with kernels and their tests only."""
+    """Unless it is to be thorough, leave out what takes long and is seldom broken: tests marked slow, and of those that
+    plant mistakes, to see that a kernel's tests notice, all but the first of each."""
     planted: set[str] = set()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("planted") is not None and not config.getoption("planted"):
-            if name in planted:
-                item.add_marker(pytest.mark.skip(reason="only with --planted"))
+    for item in [] if config.getoption("thorough") else items:
+        name, plants = item.nodeid.partition("[")[0], item.get_closest_marker("planted") is not None
+        if item.get_closest_marker("slow") is not None or (plants and name in planted):
+            item.add_marker(pytest.mark.skip(reason="only with --thorough"))
+        if plants:
             planted.add(name)
 
 

@@ -111,6 +111,7 @@ def test_two_nodes_say_what_one_process_says(cluster: Any, tiny_checkpoint: Chec
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_two_nodes_get_other_weights(cluster: Any, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Also after they slept for longer than a start may make no progress; and one whose file is gone."""
     old, new = tiny_checkpoint("qwen3"), tmp_path / "new"
@@ -145,6 +146,7 @@ def test_two_nodes_get_other_weights(cluster: Any, tiny_checkpoint: Checkpoints,
             say(llm)
 
 
+@pytest.mark.slow
 def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoint: Checkpoints) -> None:
     with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=RAY) as llm:
         llm.engine.add_request("a", [1, 2, 3], STEPS)
@@ -160,6 +162,7 @@ def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoi
     ("raise late", 0, r"^rank 0 failed in step \d+: ArithmeticError: the numbers were none"),
     ("hang", 1, r"^a step did not finish in 2 s .*: rank 0 in .*; rank 1 in sample \(site.*/minivllm_faulty.py"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_fault_in_a_step(cluster: Any, tiny_checkpoint: Checkpoints, fault: str, rank: int, message: str) -> None:
     limit = ["+executor.options.step_timeout=2"] if fault == "hang" else []
     overrides = [*RAY, *limit, *fault_on(rank, fault)]
@@ -167,6 +170,7 @@ def test_a_fault_in_a_step(cluster: Any, tiny_checkpoint: Checkpoints, fault: st
         assert re.search(message, dies(llm, 8))
 
 
+@pytest.mark.slow
 def test_a_start_that_stops_or_hangs_is_told_from_one_that_takes_long(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_start_that_stops_or_hangs_is_told_from_one_that_takes_long(
     assert re.match(r"rank 1 \(a Ray actor\) has not answered for \d+ s \(it is stopped\)", until(watched))
 
 
+@pytest.mark.slow
 def test_a_node_that_is_removed(cluster: Any, tiny_checkpoint: Checkpoints) -> None:
     """The last test of the cluster."""
     with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=RAY) as llm:

@@ -450,6 +450,7 @@ def spread(step, device="cpu"):
 @pytest.mark.parametrize(
     ("shape", "programs", "lengths", "order"), [(*its, order) for its in PACKED for order in Order], ids=str
 )
+@pytest.mark.slow
 def test_packed_weights_are_the_same_weights(emulated, agrees, close, monkeypatch, shape, programs, lengths, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: programs)
     torch.manual_seed(0)
@@ -469,6 +470,7 @@ FLOAT8 = [
 
 
 @pytest.mark.parametrize(("shape", "lengths"), FLOAT8, ids=str)
+@pytest.mark.slow
 def test_weights_in_float8_are_multiplied_with_inputs_in_float8(emulated, agrees, shape, lengths):
     torch.manual_seed(0)
     step = Step(shape, 2, lengths, "cpu", normed=len(lengths) != 2, biased=len(lengths) > 1).in_float8()
@@ -481,6 +483,7 @@ FLOAT8_CACHES = [(SMALL, [1], False), (SMALL, [2500], False), (SMALL, [300, 17, 
 
 
 @pytest.mark.parametrize(("shape", "lengths", "weights"), FLOAT8_CACHES, ids=str)
+@pytest.mark.slow
 def test_a_cache_in_float8_is_read_and_written(emulated, agrees, shape, lengths, weights):
     torch.manual_seed(0)
     step = Step(shape, 2, lengths, "cpu").with_float8_cache()
@@ -562,6 +565,7 @@ def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypat
         close(step.run(), x)
 
 
+@pytest.mark.slow
 def test_what_is_padding_asks_for_no_experts(emulated):
     """It stands in page 0, behind the others: what comes out for them is the same."""
     torch.manual_seed(0)
@@ -583,6 +587,7 @@ def in_pieces(emulated, monkeypatch):
     megakernel_config.cache_clear()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_whole_is_taken_in_pieces(emulated, in_pieces, agrees, close):
     torch.manual_seed(0)
     step = Step(in_pieces, 2, [300, 17, 100, 128, 1], "cpu")
@@ -683,6 +688,7 @@ OF_RANKS = [
 
 
 @pytest.mark.parametrize(("shape", "ranks", "lengths"), OF_RANKS, ids=str)
+@pytest.mark.slow
 def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ranks, lengths):
     torch.manual_seed(0)
     one = len(lengths) == 1
@@ -696,6 +702,7 @@ def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ran
 
 
 @pytest.mark.planted
+@pytest.mark.slow
 def test_one_buffer_of_words_would_not_do(emulated, close, monkeypatch):
     torch.manual_seed(0)
     shape, ranks, lengths = OF_RANKS[0]
