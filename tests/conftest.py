@@ -39,14 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unless it is to be thorough, leave out what takes long and is seldom broken: tests marked slow, and of those that
-    plant mistakes, to see that a kernel's tests notice, all but the first of each."""
-    planted: set[str] = set()
+    run in the emulator of CUDA kernels or plant mistakes, to see that others notice, all but the first of each."""
+    emulated: set[str] = set()
     for item in [] if config.getoption("thorough") else items:
-        name, plants = item.nodeid.partition("[")[0], item.get_closest_marker("planted") is not None
-        if item.get_closest_marker("slow") is not None or (plants and name in planted):
+        name = item.nodeid.partition("[")[0]
+        emulates = item.get_closest_marker("planted") is not None or "emulated" in getattr(item, "fixturenames", ())
+        if item.get_closest_marker("slow") is not None or (emulates and name in emulated):
             item.add_marker(pytest.mark.skip(reason="only with --thorough"))
-        if plants:
-            planted.add(name)
+        if emulates:
+            emulated.add(name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
