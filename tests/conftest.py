@@ -34,16 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also tests marked slow, and every planted mistake")
+    parser.addoption("--thorough", action="store_true", help="also tests marked slow, and all of each in the emulator")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Unless it is to be thorough, leave out what takes long and is seldom broken: tests marked slow, and of those that
-    run in the emulator of CUDA kernels or plant mistakes, to see that others notice, all but the first of each."""
+    """Unless it is to be thorough, leave out what takes long and is seldom broken: tests marked slow, and of those in
+    the emulator of CUDA kernels all but the first of each."""
     emulated: set[str] = set()
     for item in [] if config.getoption("thorough") else items:
         name = item.nodeid.partition("[")[0]
-        emulates = item.get_closest_marker("planted") is not None or "emulated" in getattr(item, "fixturenames", ())
+        emulates = "emulated" in getattr(item, "fixturenames", ())
         if item.get_closest_marker("slow") is not None or (emulates and name in emulated):
             item.add_marker(pytest.mark.skip(reason="only with --thorough"))
         if emulates:

@@ -164,15 +164,12 @@ def test_a_draft_is_allowed_as_far_as_its_tokens_one_by_one(
     asked: dict[str, Any], fits: Callable[[str], Any], tokenizer: CheckpointTokenizer
 ) -> None:
     rng, ends, cut = random.Random(0), set(tokenizer.eos_token_ids), 0
+    draft: list[int]
+    masks: list[set[int]]
     for _ in range(20):
-        real, draft, masks = (
-            one(tokenizer, structured_outputs=asked, bad_words=["ab", "9"]),
-            list[int](),
-            list[set[int]](),
-        )
+        real, draft, masks = one(tokenizer, structured_outputs=asked, bad_words=["ab", "9"]), [], []
         for _ in range(rng.randint(0, 6)):
-            real.take(rng.choice(sorted(real.allowed() - ends or {ends.pop()})))
-            ends = set(tokenizer.eos_token_ids)
+            real.take(rng.choice(sorted(real.allowed() - ends or ends)))
             if real.guide.matcher is None:
                 break
         guide, before = real.guide, real.allowed()

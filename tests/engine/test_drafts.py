@@ -16,7 +16,7 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.bench.recorder import StepRecorder
 from minivllm.core.batch import Batch
 from minivllm.core.drafter import Drafter
-from minivllm.core.guides import Guide, Guides
+from minivllm.core.guides import Guide
 from minivllm.core.interfaces import StepHandle, StepResult
 from minivllm.core.landing import PendingStep
 from minivllm.core.model_runner import ModelRunner
@@ -228,7 +228,6 @@ def test_a_sampler_with_one_mask_per_slot_has_no_drafts_of_guided_requests(
 ) -> None:
     monkeypatch.setattr(DefaultSampler, "masks_drafts", False)
     llm = engine(**SMALL | DRAFTS)
-    assert isinstance(llm.engine._admission.guides, Guides)
     run(llm, [5], SamplingParams(temperature=0, max_tokens=60, structured_outputs={"regex": "(ab){20}"}))
     assert llm.engine.stats.draft_tokens == 0
 

@@ -193,7 +193,6 @@ FLOAT8_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices_mistakes_in_widening(mistake, emulated, close):
     emulated.changes = FLOAT8_MISTAKES[mistake]
     with pytest.raises((AssertionError, RuntimeError)):
@@ -218,7 +217,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices(mistake, emulated, close):
     emulated.changes = MISTAKES[mistake]
     with pytest.raises((AssertionError, RuntimeError)):

@@ -460,7 +460,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices(emulated, close, mistake):
     torch.manual_seed(0)
     case = scheduled(Packed([300, 1, 700], 16, 8, 128, "cpu", True, True))

@@ -247,7 +247,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices(emulated, close, mistake):
     emulated.changes = (MISTAKES[mistake],)
     tensors = Tensors(32, SMALL, "cpu")

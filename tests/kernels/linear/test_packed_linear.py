@@ -94,7 +94,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices(emulated, close, mistake):
     emulated.changes = (MISTAKES[mistake],)
     tensors = Tensors(32, 7 * 256 - 128, 384, "cpu")

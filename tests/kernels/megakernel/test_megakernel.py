@@ -502,7 +502,6 @@ CACHE_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", CACHE_MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices_those_of_a_cache_in_float8(emulated, agrees, mistake):
     torch.manual_seed(0)
     step = Step(SMALL, 2, [40, 300], "cpu").with_float8_cache()
@@ -524,7 +523,6 @@ FLOAT8_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", FLOAT8_MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices_those_of_float8(emulated, close, mistake):
     torch.manual_seed(0)
     step = Step(SMALL, 2, [40, 300], "cpu").in_float8()
@@ -551,7 +549,6 @@ PACKED_MISTAKES = {
 
 @pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("mistake", PACKED_MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypatch, mistake, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: 32)
     torch.manual_seed(0)
@@ -618,7 +615,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.planted
 def test_the_emulator_notices(emulated, close, mistake):
     old, new, error = MISTAKES[mistake]
     torch.manual_seed(0)
@@ -701,7 +697,6 @@ def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ran
     assert all(torch.equal(got, other) for other in again), "in whatever order, with the words of the launch before"
 
 
-@pytest.mark.planted
 @pytest.mark.slow
 def test_one_buffer_of_words_would_not_do(emulated, close, monkeypatch):
     torch.manual_seed(0)
